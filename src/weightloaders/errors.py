@@ -1,0 +1,243 @@
+"""Every error the library raises, as one tree.
+
+::
+
+    WeightLoadersError
+    ├── SourceError
+    │   ├── SourceNotFoundError        (FileNotFoundError)  no such path, or no weights in it
+    │   ├── IncompleteCheckpointError  (FileNotFoundError)  an index names a shard or tensor that is not there
+    │   ├── AmbiguousSourceError       (ValueError)         several candidates and nothing decides
+    │   ├── CheckpointFormatError      (ValueError)         a file is not what it claims to be
+    │   │   └── UnsupportedDtypeError                       a stored dtype that torch has no name for
+    │   ├── DuplicateTensorError       (ValueError)         one name, two different values
+    │   ├── UnsafeCheckpointError      (ValueError)         a pickle that runs code, a path that leaves the folder
+    │   ├── SourceReadError            (OSError)            bytes that could not be read, or changed meanwhile
+    │   ├── SourceClosedError          (ValueError)         the weights were closed
+    │   └── UnknownTensorError         (KeyError)           the source has no tensor of that name
+    ├── RegistryError
+    │   ├── UnknownLoaderError         (LookupError)
+    │   ├── LoaderConflictError        (LookupError)        two distributions offer one name
+    │   ├── LoaderDisabledError        (LookupError)
+    │   ├── LoaderNameError            (ValueError)         a name that is taken, reserved or malformed
+    │   ├── BrokenPluginError          (ImportError)
+    │   └── LoaderContractError        (TypeError)          a loader that does not keep the contract
+    ├── OptionsError                   (ValueError)         loader options: unknown or ill-typed
+    ├── ConfigError                    (ValueError)         a config file or value that can't be used
+    ├── RuleError                      (ValueError)         a rule that can't be understood or applied
+    ├── PlanError                      (ValueError)         the plan found errors; nothing was touched
+    ├── LoadError                      (RuntimeError)       a load that failed on the way; the model is marked
+    ├── CoverageError                  (LoadError)          code that is not ours left parameters unfilled
+    ├── HalfLoadedModelError           (RuntimeError)       the model was left half-loaded by an earlier failure
+    ├── ModelError                     (ValueError)         a model or config that can't be built or used
+    └── MissingDependencyError         (ImportError)        an optional package is needed
+
+Each carries ``file``, ``tensor``, ``plugin`` and ``hint`` for programs, and the same in its message for people.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class WeightLoadersError(Exception):
+    """The root of every error of this library.
+
+    Args:
+        message: What is wrong, as a sentence.
+        file: The file or address at fault.
+        tensor: The tensor at fault.
+        plugin: The plugin at fault, with its version where it is known.
+        hint: What to do about it.
+
+    Attributes:
+        message: The sentence without the place and the hint.
+        file: See above.
+        tensor: See above.
+        plugin: See above.
+        hint: See above.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: object | None = None,
+        tensor: str | None = None,
+        plugin: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = None if file is None else str(file)
+        self.tensor = tensor
+        self.plugin = plugin
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        # A place that the sentence already names is not repeated.
+        for label, value in (("file", self.file), ("tensor", self.tensor), ("plugin", self.plugin)):
+            if value and value not in self.message:
+                lines.append(f"  {label}: {value}")
+        if self.hint:
+            lines.append(f"  what to do: {self.hint}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only arguments do not survive the default pickling, and errors cross process borders.
+        return (_rebuild, (type(self), self.args, dict(self.__dict__)))
+
+
+def _rebuild(kind: type[WeightLoadersError], args: tuple[Any, ...], state: Mapping[str, Any]) -> WeightLoadersError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+# ------------------------------------------------------------------ sources
+
+
+class SourceError(WeightLoadersError):
+    """Something is wrong with where the weights come from."""
+
+
+class SourceNotFoundError(SourceError, FileNotFoundError):
+    """There is no such path or repository, or it holds no weights."""
+
+
+class IncompleteCheckpointError(SourceError, FileNotFoundError):
+    """An index names a shard that is absent, or a tensor that is not in the shard it names."""
+
+
+class AmbiguousSourceError(SourceError, ValueError):
+    """Several candidates, and nothing that decides between them."""
+
+
+class CheckpointFormatError(SourceError, ValueError):
+    """A file is truncated, corrupted or another kind of file than it claims."""
+
+
+class UnsupportedDtypeError(CheckpointFormatError):
+    """A tensor is stored in a dtype that this torch does not have."""
+
+
+class DuplicateTensorError(SourceError, ValueError):
+    """One name stands for two tensors with different values."""
+
+
+class UnsafeCheckpointError(SourceError, ValueError):
+    """Reading this source would run code or leave its folder."""
+
+
+class SourceReadError(SourceError, OSError):
+    """Bytes could not be read, or the file changed since it was catalogued."""
+
+
+class SourceClosedError(SourceError, ValueError):
+    """The weights were closed before they were read."""
+
+
+class UnknownTensorError(SourceError, KeyError):
+    """The source holds no tensor of that name."""
+
+
+# ------------------------------------------------------------------ registry
+
+
+class RegistryError(WeightLoadersError):
+    """Something is wrong with finding or creating a loader."""
+
+
+class UnknownLoaderError(RegistryError, LookupError):
+    """No loader has that name."""
+
+
+class LoaderConflictError(RegistryError, LookupError):
+    """Two distributions offer a loader of one name."""
+
+
+class LoaderDisabledError(RegistryError, LookupError):
+    """The loader or its distribution is disabled by ``WEIGHTLOADERS_DISABLE``."""
+
+
+class LoaderNameError(RegistryError, ValueError):
+    """A name that is taken, belongs to a built-in, or is no valid name."""
+
+
+class BrokenPluginError(RegistryError, ImportError):
+    """A plugin could not be imported or did not register."""
+
+
+class LoaderContractError(RegistryError, TypeError):
+    """A loader returned or is something that the contract does not allow."""
+
+
+# ------------------------------------------------------------------ everything else
+
+
+class OptionsError(WeightLoadersError, ValueError):
+    """A loader option is unknown, missing or of the wrong type."""
+
+
+class ConfigError(WeightLoadersError, ValueError):
+    """A config file or value can't be used."""
+
+
+class RuleError(WeightLoadersError, ValueError):
+    """A rule can't be understood, or can't be applied to this source."""
+
+
+class PlanError(WeightLoadersError, ValueError):
+    """The plan found errors, so nothing was touched.
+
+    Attributes:
+        plan: The plan, with its findings (None where there was no catalogue to plan from).
+    """
+
+    def __init__(self, message: str, *, plan: Any = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.plan = plan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A plan holds live parameters; only what it said crosses a process border.
+        return (_rebuild, (type(self), self.args, {**self.__dict__, "plan": None}))
+
+
+class LoadError(WeightLoadersError, RuntimeError):
+    """A load failed after it had begun to write.
+
+    Attributes:
+        written: Names of the parameters that were written, in whole or in part.
+    """
+
+    def __init__(self, message: str, *, written: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.written = written
+
+
+class CoverageError(LoadError):
+    """A model's or a loader's own loading code left parameters unfilled, or used only part of a tensor.
+
+    Attributes:
+        missing: Names of the parameters left unfilled.
+    """
+
+    def __init__(self, message: str, *, missing: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.missing = missing
+
+
+class HalfLoadedModelError(WeightLoadersError, RuntimeError):
+    """The model was left half-loaded by an earlier failure, so it is not used or saved."""
+
+
+class ModelError(WeightLoadersError, ValueError):
+    """A model, or its config, can't be built or used."""
+
+
+class MissingDependencyError(WeightLoadersError, ImportError):
+    """An optional package is needed for this."""

@@ -1,0 +1,113 @@
+"""`BaseWeightLoader`: what every loader is, built-in or third-party."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    import torch
+    from pydantic import BaseModel
+
+    from weightloaders.weights.weights import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A loader's answer to "can you read this?", with the reason for people.
+
+    Args:
+        answer: ``"yes"`` (it is certainly mine), ``"maybe"`` (I could try) or ``"no"``.
+        reason: Why, as a short phrase.
+    """
+
+    answer: Literal["no", "maybe", "yes"]
+    reason: str = ""
+
+    @classmethod
+    def yes(cls, reason: str = "") -> Probe:
+        """It is certainly this loader's."""
+        return cls("yes", reason)
+
+    @classmethod
+    def maybe(cls, reason: str = "") -> Probe:
+        """This loader could try."""
+        return cls("maybe", reason)
+
+    @classmethod
+    def no(cls, reason: str = "") -> Probe:
+        """This loader can't read it."""
+        return cls("no", reason)
+
+
+class BaseWeightLoader(ABC):
+    """Describes what a source holds. Subclass it, write `get_weights`, register the class under a name.
+
+    The constructor takes the loader's options as keyword arguments; without `Options` its signature is their schema.
+
+    Attributes:
+        description: One line for ``weightloaders list``.
+        Options: A pydantic model of the constructor's keyword arguments, for what a signature can't say.
+        borrowed: The tensors from `get_weights` are views of a buffer that is reused; the core then copies what it holds.
+    """
+
+    description: ClassVar[str] = ""
+    Options: ClassVar[type[BaseModel] | None] = None
+    borrowed: ClassVar[bool] = False
+
+    @abstractmethod
+    def get_weights(
+        self, model_name_or_path: str
+    ) -> Weights | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]:
+        """Say what the source holds.
+
+        Args:
+            model_name_or_path: What the user named: a folder, a file, a repository id or an address.
+
+        Returns:
+            Best a `Weights` (see `Weights.describe`): then nothing is read here, everything is checked first and the
+            engine reads in parallel. A dict of tensors, or an iterable of ``(name, tensor)`` pairs, will do too.
+        """
+
+    def load_weights(self, model: torch.nn.Module, weights: Any) -> object:
+        """Fill a model with what `get_weights` returned. The default plans, checks and transfers.
+
+        An override is allowed; which parameters it fills is watched. Calling ``super().load_weights(model, weights)``
+        from one obeys the rules and policies of the load that it is part of.
+
+        Args:
+            model: The model to fill, in place.
+            weights: What `get_weights` returned, or anything else that the contract accepts as weights.
+
+        Returns:
+            A `LoadReport`.
+
+        Raises:
+            PlanError: If something is missing or does not fit; nothing was touched then.
+            LoadError: If reading failed on the way.
+        """
+        from weightloaders.loading import load_planned  # noqa: PLC0415 -- a loader must be light to import
+
+        return load_planned(model, weights, borrowed=self.borrowed)
+
+    # `loading` asks for this mark to tell an override from the default without knowing this class.
+    load_weights.is_default = True  # type: ignore[attr-defined]
+
+    def _auto_match_and_load(self, model: torch.nn.Module, weights: Any) -> object:
+        """Match names automatically (wrappers, prefixes, fused and tied parameters) and load.
+
+        A documented name for the default `load_weights`, for overrides that want it back.
+        """
+        return BaseWeightLoader.load_weights(self, model, weights)
+
+    @classmethod
+    def probe(cls, path: str) -> Probe:  # noqa: ARG003 -- part of the contract
+        """Say whether this loader can read a source, cheaply: names and a few bytes, no data.
+
+        Args:
+            path: What the user named.
+        """
+        return Probe.no("does not take part in automatic detection")

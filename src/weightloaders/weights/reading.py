@@ -1,0 +1,86 @@
+"""Reading one tensor of a catalogue into memory of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightloaders.errors import LoaderContractError
+
+if TYPE_CHECKING:
+    from weightloaders.weights.info import Extent, TensorInfo
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor as a writable view; valid as long as the tensor lives."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def read_tensor(info: TensorInfo) -> torch.Tensor:
+    """The tensor, in memory that only the caller holds (for a tensor with `read`: what that returned).
+
+    Raises:
+        SourceReadError: If its bytes can't be read.
+        LoaderContractError: If ``read`` returned another dtype or shape than the catalogue says.
+    """
+    if info.read is not None:
+        return checked_read(info)
+    if len(info.extents) == 1:
+        return read_extent(info.extents[0]).to(info.dtype)
+    result = torch.empty(info.shape, dtype=info.dtype)
+    for extent in info.extents:
+        box_of(result, extent).copy_(read_extent(extent))
+    return result
+
+
+def checked_read(info: TensorInfo) -> torch.Tensor:
+    """Call ``info.read`` and hold what it returned against what the catalogue says."""
+    if info.read is None:
+        raise LoaderContractError(f"tensor {info.name!r} has no `read`", tensor=info.name)
+    tensor = info.read()
+    if not isinstance(tensor, torch.Tensor):
+        raise LoaderContractError(
+            f"`read` of tensor {info.name!r} returned a {type(tensor).__name__}, not a tensor", tensor=info.name
+        )
+    if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+        raise LoaderContractError(
+            f"`read` of tensor {info.name!r} returned {list(tensor.shape)} {tensor.dtype}, "
+            f"but the catalogue says {list(info.shape)} {info.dtype}",
+            tensor=info.name,
+        )
+    return tensor
+
+
+def box_of(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """The part of a tensor that an extent fills."""
+    for dim, (start, size) in enumerate(zip(extent.at or (), extent.shape or (), strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def read_extent(extent: Extent) -> torch.Tensor:
+    """The elements of one extent, in the dtype and shape that they are stored in, native byte order, dense."""
+    shape, strides = extent.shape or (), extent.strides or ()
+    dtype = extent.stored_dtype
+    if extent.is_contiguous:
+        flat = torch.empty(shape, dtype=dtype)
+        extent.source.read_into(memory_of(flat), extent.offset)
+        return native_order(flat, extent)
+    span = torch.empty(extent.length // dtype.itemsize, dtype=dtype)
+    extent.source.read_into(memory_of(span)[: span.numel() * dtype.itemsize], extent.offset)
+    return native_order(span, extent).as_strided(shape, strides).contiguous()
+
+
+def native_order(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """The same values with their bytes in little-endian order; swapped in place where they were not."""
+    if not extent.is_native and tensor.numel():
+        # A complex number is two reals, each with its own byte order.
+        width = tensor.element_size() // (2 if tensor.dtype.is_complex else 1)
+        rows = tensor.contiguous().view(-1).view(torch.uint8).view(-1, width)
+        rows.copy_(rows.flip(1))
+    return tensor

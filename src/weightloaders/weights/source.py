@@ -1,0 +1,235 @@
+"""`ByteSource`: positioned, thread-safe reads from a file or from anything that can do the same.
+
+Files are opened on their first read and at most `MAX_OPEN_FILES` stay open, so a checkpoint of a thousand shards
+works under a low descriptor limit. Nothing is ever mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightloaders.errors import SourceNotFoundError, SourceReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+MAX_OPEN_FILES = 16
+# The kernel reads at most this much in one call anyway; a smaller piece keeps cancellation prompt.
+_MAX_READ = 1 << 30
+
+
+class ByteSource(ABC):
+    """Bytes that can be read from any position, by several threads at once.
+
+    Attributes:
+        name: How the source is called in messages: a path or an address.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Length in bytes."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Hashable:
+        """A value that differs once the content has changed, e.g. a file's inode, size and modification time."""
+
+    @abstractmethod
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill the whole of a writable byte view from ``offset`` on.
+
+        Raises:
+            SourceReadError: If fewer bytes are there, or reading fails.
+        """
+
+    def read(self, offset: int, length: int) -> bytes:
+        """``length`` bytes from ``offset`` on, for headers.
+
+        Raises:
+            SourceReadError: If fewer bytes are there, or reading fails.
+        """
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise SourceReadError(
+                f"bytes {offset} to {offset + length} were asked of a source of {self.size} bytes", file=self.name
+            )
+        buffer = bytearray(length)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+
+class FileSource(ByteSource):
+    """A regular file.
+
+    Args:
+        path: The file. What it was at this moment (device, inode, size, modification time) is remembered, and a file
+            that is another one when it is read is refused.
+
+    Raises:
+        SourceNotFoundError: If there is no such file, or it is not a regular file.
+    """
+
+    __slots__ = ("_stat", "name", "path")
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.name = str(path)
+        try:
+            status = self.path.stat()
+        except OSError as error:
+            raise SourceNotFoundError(f"can't open {self.name}: {error.strerror or error}", file=self.name) from error
+        # Opening a named pipe would wait for ever, so the kind is asked for before anything is opened.
+        if not stat.S_ISREG(status.st_mode):
+            raise SourceNotFoundError(f"{self.name} is not a regular file", file=self.name)
+        self._stat = _fingerprint(status)
+
+    def __repr__(self) -> str:
+        return f"FileSource({self.name!r})"
+
+    @property
+    def size(self) -> int:
+        """Length in bytes when the source was made."""
+        return self._stat[2]
+
+    @property
+    def identity(self) -> tuple[int, int, int, int]:
+        """Device, inode, size and modification time (nanoseconds) when the source was made."""
+        return self._stat
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        """Fill the view from ``offset`` on. See `ByteSource.read_into`."""
+        with _open_files.use(self) as descriptor:
+            done = 0
+            while done < len(view):
+                try:
+                    count = _pread_into(descriptor, view[done : done + _MAX_READ], offset + done)
+                except OSError as error:
+                    raise SourceReadError(
+                        f"reading {self.name} at byte {offset + done} failed: {error.strerror or error}", file=self.name
+                    ) from error
+                if count == 0:
+                    raise SourceReadError(
+                        f"{self.name} ends at byte {offset + done}, {len(view) - done} bytes too early",
+                        file=self.name,
+                        hint="the file was shortened while it was being read; fetch it again",
+                    )
+                done += count
+
+    def check_unchanged(self) -> None:
+        """Raise `SourceReadError` if the path now leads to other content than when the source was made."""
+        try:
+            now = _fingerprint(self.path.stat())
+        except OSError as error:
+            raise SourceReadError(f"{self.name} went away: {error.strerror or error}", file=self.name) from error
+        self._compare(now)
+
+    def _compare(self, now: tuple[int, int, int, int]) -> None:
+        if now != self._stat:
+            raise SourceReadError(
+                f"{self.name} was changed after it was catalogued",
+                file=self.name,
+                hint="wait until whoever writes it is done, then load again",
+            )
+
+
+def _fingerprint(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_seek_lock = threading.Lock()
+
+
+def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
+    """One positioned read straight into memory, or the nearest thing the system has."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    if hasattr(os, "pread"):
+        data = os.pread(descriptor, min(len(view), 1 << 24), offset)
+    else:
+        # Windows: a descriptor has one position, so seeking and reading must not be torn apart.
+        with _seek_lock:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            data = os.read(descriptor, min(len(view), 1 << 24))
+    view[: len(data)] = data
+    return len(data)
+
+
+class _OpenFiles:
+    """Open descriptors by file, least recently used first; none is closed while somebody reads from it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[str, tuple[int, int, int, int]], list[int]] = OrderedDict()  # [fd, users]
+
+    @contextlib.contextmanager
+    def use(self, source: FileSource) -> Iterator[int]:
+        key = (source.name, source.identity)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self._evict(self._limit - 1)
+                entry = self._entries[key] = [self._open(source), 0]
+            self._entries.move_to_end(key)
+            entry[1] += 1
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+
+    def _open(self, source: FileSource) -> int:
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        try:
+            try:
+                descriptor = os.open(source.path, flags)
+            except OSError as error:
+                # Somebody else holds the descriptors: give back all that are idle, and try once more.
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                self._evict(0)
+                descriptor = os.open(source.path, flags)
+        except OSError as error:
+            raise SourceReadError(f"can't open {source.name}: {error.strerror or error}", file=source.name) from error
+        try:
+            source._compare(_fingerprint(os.fstat(descriptor)))  # noqa: SLF001 -- one module, two halves of one thing
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _evict(self, keep: int) -> None:
+        idle = [key for key, (_, users) in self._entries.items() if users == 0]
+        for key in idle[: max(0, len(self._entries) - keep)]:
+            os.close(self._entries.pop(key)[0])
+
+    def close(self, names: frozenset[str] | None = None) -> None:
+        with self._lock:
+            for key in [k for k, (_, users) in self._entries.items() if users == 0 and (names is None or k[0] in names)]:
+                os.close(self._entries.pop(key)[0])
+
+    def forget(self) -> None:
+        # In a forked child: the descriptors are shared with the parent and are harmless, but the lock may be held.
+        self._lock = threading.Lock()
+        for entry in self._entries.values():
+            entry[1] = 0
+
+
+_open_files = _OpenFiles(MAX_OPEN_FILES)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open_files.forget)
+
+
+def close_files(names: frozenset[str] | None = None) -> None:
+    """Close the idle descriptors of these files (by `ByteSource.name`), or of all."""
+    _open_files.close(names)
