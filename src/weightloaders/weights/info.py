@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
+import sys
 from dataclasses import dataclass, replace
+from operator import index as _index
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -14,12 +15,16 @@ from weightloaders.errors import CheckpointFormatError, LoaderContractError
 from weightloaders.weights.source import ByteSource, FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 ByteOrder = Literal["little", "big"]
 
+HOST_BYTEORDER: ByteOrder = sys.byteorder
+
 # Far above any real tensor, far below what overflows a signed 64-bit address.
-_MAX_BYTES = 1 << 60
+MAX_TENSOR_BYTES = 1 << 60
+
+_set = object.__setattr__
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -28,11 +33,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     step = 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+        step *= size or 1
+    strides.reverse()
+    return tuple(strides)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Extent:
     """Where bytes of a tensor lie raw, and which box of the tensor they fill.
 
@@ -48,38 +54,71 @@ class Extent:
         shape: The box that the extent fills, in elements. Default: the tensor's shape.
         strides: Element steps within the source. Default: row-major.
         at: Where the box starts within the tensor. Default: at its origin.
+
+    Raises:
+        LoaderContractError: If a field is of the wrong type.
+        SourceNotFoundError: If ``source`` is a path and there is no regular file.
     """
 
     source: ByteSource
-    offset: int = 0
-    length: int = -1
-    dtype: torch.dtype | None = None
-    byteorder: ByteOrder = "little"
-    shape: tuple[int, ...] | None = None
-    strides: tuple[int, ...] | None = None
-    at: tuple[int, ...] | None = None
+    offset: int
+    length: int
+    dtype: torch.dtype | None
+    byteorder: ByteOrder
+    shape: tuple[int, ...] | None
+    strides: tuple[int, ...] | None
+    at: tuple[int, ...] | None
 
-    if TYPE_CHECKING:
-        # A path is accepted and wrapped; a dataclass field can't say so by itself.
-        def __init__(  # noqa: D107, PLR0913 -- the signature that users see; documented above
-            self,
-            source: ByteSource | str | Path,
-            offset: int = 0,
-            length: int = -1,
-            dtype: torch.dtype | None = None,
-            byteorder: ByteOrder = "little",
-            shape: Sequence[int] | None = None,
-            strides: Sequence[int] | None = None,
-            at: Sequence[int] | None = None,
-        ) -> None: ...
+    # Written out: catalogues of a hundred thousand tensors are made of these, so each field is set just once.
+    def __init__(
+        self,
+        source: ByteSource | str | Path,
+        offset: int = 0,
+        length: int = -1,
+        dtype: torch.dtype | None = None,
+        byteorder: ByteOrder = "little",
+        shape: Sequence[int] | None = None,
+        strides: Sequence[int] | None = None,
+        at: Sequence[int] | None = None,
+    ) -> None:
+        if not isinstance(source, ByteSource):
+            if not isinstance(source, str | Path):
+                raise LoaderContractError(
+                    f"the source of an Extent is a path or a ByteSource, not a {type(source).__name__}"
+                )
+            source = FileSource(source)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise LoaderContractError(f"the dtype of an Extent is a torch.dtype, not {dtype!r}", file=source.name)
+        if byteorder not in ("little", "big"):
+            raise LoaderContractError(f"byteorder must be 'little' or 'big', not {byteorder!r}", file=source.name)
+        try:
+            _set(self, "offset", _index(offset))
+            _set(self, "length", _index(length))
+            _set(self, "shape", shape if shape is None else tuple(map(_index, shape)))
+            _set(self, "strides", strides if strides is None else tuple(map(_index, strides)))
+            _set(self, "at", at if at is None else tuple(map(_index, at)))
+        except TypeError as error:
+            raise LoaderContractError(
+                f"offset, length, shape, strides and at of an Extent are whole numbers: {error}", file=source.name
+            ) from error
+        _set(self, "source", source)
+        _set(self, "dtype", dtype)
+        _set(self, "byteorder", byteorder)
 
-    def __post_init__(self) -> None:
-        if isinstance(self.source, str | Path):
-            object.__setattr__(self, "source", FileSource(self.source))
-        for field in ("shape", "strides", "at"):
-            value = getattr(self, field)
-            if value is not None:
-                object.__setattr__(self, field, tuple(operator.index(v) for v in value))
+    def _resolved(
+        self, length: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], at: tuple[int, ...]
+    ) -> Extent:
+        """A copy with these fields, which are known to be right."""
+        extent = object.__new__(Extent)
+        _set(extent, "source", self.source)
+        _set(extent, "offset", self.offset)
+        _set(extent, "length", length)
+        _set(extent, "dtype", dtype)
+        _set(extent, "byteorder", self.byteorder)
+        _set(extent, "shape", shape)
+        _set(extent, "strides", strides)
+        _set(extent, "at", at)
+        return extent
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -100,57 +139,76 @@ class Extent:
 
     @property
     def is_native(self) -> bool:
-        """Whether its bytes can be used as they lie: little-endian, or one byte an element."""
-        return self.byteorder == "little" or self.stored_dtype.itemsize == 1
-
-
-def _checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        result = tuple(operator.index(size) for size in shape)
-    except TypeError as error:
-        raise LoaderContractError(f"the shape of tensor {name!r} is not a sequence of whole numbers: {shape!r}") from error
-    if any(size < 0 for size in result):
-        raise CheckpointFormatError(f"the shape of tensor {name!r} has a negative size: {list(result)}", tensor=name)
-    return result
+        """Whether its bytes can be used as they lie: in this machine's byte order, or one byte an element."""
+        return self.byteorder == HOST_BYTEORDER or self.stored_dtype.itemsize == 1
 
 
 def _filled_in(extent: Extent, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent:
     """The extent with every default resolved, and every claim checked against the tensor and the source."""
-    where = {"file": extent.source.name, "tensor": name}
     stored = extent.dtype or dtype
     box = shape if extent.shape is None else extent.shape
+    dense = contiguous_strides(box)
+    strides = dense if extent.strides is None else extent.strides
     at = (0,) * len(shape) if extent.at is None else extent.at
-    strides = contiguous_strides(box) if extent.strides is None else extent.strides
-    if extent.byteorder not in ("little", "big"):
-        raise LoaderContractError(f"byteorder must be 'little' or 'big', not {extent.byteorder!r}", **where)
-    if len(box) != len(shape) or len(at) != len(shape) or len(strides) != len(shape):
-        raise LoaderContractError(f"an extent of {name!r} has another number of dimensions than its tensor", **where)
-    if any(start < 0 or size < 0 or start + size > whole for start, size, whole in zip(at, box, shape, strict=True)):
+    elements = math.prod(box)
+    contiguous = True
+    # Nearly every extent is a whole tensor in row-major order, and these need none of the checks of boxes and steps.
+    if box is not shape or strides is not dense or extent.at is not None:
+        _check_box(extent, name, box, at, strides, shape)
+        contiguous = _same_steps(box, strides, dense)
+        if elements and not contiguous:
+            elements = 1 + sum((size - 1) * stride for size, stride in zip(box, strides, strict=True))
+    needed = elements * stored.itemsize
+    length = extent.length if extent.length >= 0 else needed
+    if needed != length and (contiguous or needed > length):
         raise CheckpointFormatError(
-            f"an extent of {name!r} fills {list(box)} from {list(at)}, outside the tensor's shape {list(shape)}", **where
+            f"tensor {name!r} of shape {list(box)} in {stored} needs {needed} bytes, but its extent has {length}",
+            file=extent.source.name,
+            tensor=name,
         )
-    if any(stride < 0 for stride in strides):
-        raise CheckpointFormatError(f"an extent of {name!r} has negative strides {list(strides)}", **where)
-    empty = 0 in box
-    reach = 0 if empty else 1 + sum((size - 1) * stride for size, stride in zip(box, strides, strict=True))
-    needed = reach * stored.itemsize
-    length = needed if extent.length < 0 else extent.length
-    contiguous = extent.strides is None or replace(extent, shape=box, strides=strides).is_contiguous
-    if needed > length or (contiguous and needed != length):
+    size = extent.source.size
+    if extent.offset < 0 or extent.offset + length > size:
         raise CheckpointFormatError(
-            f"tensor {name!r} of shape {list(box)} in {stored} needs {needed} bytes, but its extent has {length}", **where
-        )
-    if extent.offset < 0 or extent.offset + length > extent.source.size:
-        raise CheckpointFormatError(
-            f"tensor {name!r} lies at bytes {extent.offset} to {extent.offset + length} of a source of "
-            f"{extent.source.size} bytes",
-            **where,
+            f"tensor {name!r} lies at bytes {extent.offset} to {extent.offset + length} of a source of {size} bytes",
+            file=extent.source.name,
+            tensor=name,
             hint="the file is truncated, or its header belongs to another file; fetch it again",
         )
-    return replace(extent, length=length, dtype=stored, shape=box, strides=strides, at=at)
+    return extent._resolved(length, stored, box, strides, at)  # noqa: SLF001 -- one module
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+def _check_box(
+    extent: Extent,
+    name: str,
+    box: tuple[int, ...],
+    at: tuple[int, ...],
+    strides: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> None:
+    if not len(box) == len(at) == len(strides) == len(shape):
+        raise LoaderContractError(
+            f"an extent of {name!r} has another number of dimensions than its tensor",
+            file=extent.source.name,
+            tensor=name,
+        )
+    if any(start < 0 or size < 0 or start + size > whole for start, size, whole in zip(at, box, shape, strict=True)):
+        raise CheckpointFormatError(
+            f"an extent of {name!r} fills {list(box)} from {list(at)}, outside the tensor's shape {list(shape)}",
+            file=extent.source.name,
+            tensor=name,
+        )
+    if any(stride < 0 for stride in strides):
+        raise CheckpointFormatError(
+            f"an extent of {name!r} has negative strides {list(strides)}", file=extent.source.name, tensor=name
+        )
+
+
+def _same_steps(shape: tuple[int, ...], strides: tuple[int, ...], dense: tuple[int, ...]) -> bool:
+    # A stride along a dimension of one element is never stepped.
+    return all(n == 1 or step == expected for n, step, expected in zip(shape, strides, dense, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class TensorInfo:
     """One tensor of a source: name, dtype, shape, and how to get at its values.
 
@@ -169,30 +227,37 @@ class TensorInfo:
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    extents: tuple[Extent, ...] = ()
-    read: Callable[[], torch.Tensor] | None = None
+    extents: tuple[Extent, ...]
+    read: Callable[[], torch.Tensor] | None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise LoaderContractError(f"a tensor's name must be a string, not {self.name!r}")
-        if not isinstance(self.dtype, torch.dtype):
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        extents: Iterable[Extent] | Extent = (),
+        read: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        if not isinstance(name, str):
+            raise LoaderContractError(f"a tensor's name must be a string, not {name!r}")
+        if not isinstance(dtype, torch.dtype):
+            raise LoaderContractError(f"the dtype of tensor {name!r} must be a torch.dtype, not {dtype!r}", tensor=name)
+        try:
+            sizes = tuple(map(_index, shape))
+        except TypeError as error:
             raise LoaderContractError(
-                f"the dtype of tensor {self.name!r} must be a torch.dtype, not {self.dtype!r}", tensor=self.name
-            )
-        shape = _checked_shape(self.name, self.shape)
-        if math.prod(shape) * self.dtype.itemsize > _MAX_BYTES:
-            raise CheckpointFormatError(f"tensor {self.name!r} claims the absurd shape {list(shape)}", tensor=self.name)
-        object.__setattr__(self, "shape", shape)
-        extents = (self.extents,) if isinstance(self.extents, Extent) else tuple(self.extents)
-        object.__setattr__(self, "extents", tuple(_filled_in(e, self.name, self.dtype, shape) for e in extents))
-        if self.read is not None and not callable(self.read):
-            raise LoaderContractError(f"`read` of tensor {self.name!r} is not callable", tensor=self.name)
-        if not self.extents and self.read is None and self.numel:
-            raise LoaderContractError(
-                f"tensor {self.name!r} has neither extents nor `read`", tensor=self.name,
-                hint="say where its bytes lie (`Extent`), or give a function that returns the tensor",
-            )
-        if self.extents and self.read is None:
+                f"the shape of tensor {name!r} is not a sequence of whole numbers: {shape!r}", tensor=name
+            ) from error
+        _check_sizes(name, dtype, sizes)
+        if read is not None and not callable(read):
+            raise LoaderContractError(f"`read` of tensor {name!r} is not callable", tensor=name)
+        _set(self, "name", name)
+        _set(self, "dtype", dtype)
+        _set(self, "shape", sizes)
+        _set(self, "read", read)
+        pieces = (extents,) if isinstance(extents, Extent) else tuple(extents)
+        _set(self, "extents", tuple([_filled_in(extent, name, dtype, sizes) for extent in pieces]))
+        if read is None:
             _check_cover(self)
 
     @property
@@ -220,23 +285,39 @@ class TensorInfo:
         return replace(self, name=name)
 
 
+def _check_sizes(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if shape and nbytes <= 0:
+        if min(shape) < 0:
+            raise CheckpointFormatError(f"the shape of tensor {name!r} has a negative size: {list(shape)}", tensor=name)
+        # An empty tensor has strides too, which must not overflow.
+        nbytes = math.prod(size or 1 for size in shape) * dtype.itemsize
+    if nbytes > MAX_TENSOR_BYTES:
+        raise CheckpointFormatError(f"tensor {name!r} claims the absurd shape {list(shape)}", tensor=name)
+
+
 def _check_cover(info: TensorInfo) -> None:
-    """Several extents must fill their tensor exactly once: boxes that don't overlap and add up to the whole."""
-    if len(info.extents) == 1:
-        boxes = [info.extents[0]]
-    else:
-        boxes = [extent for extent in info.extents if extent.shape is not None and 0 not in extent.shape]
-        for i, a in enumerate(boxes):
-            for b in boxes[i + 1 :]:
-                if _boxes_meet(a, b):
-                    raise CheckpointFormatError(
-                        f"two extents of tensor {info.name!r} fill the same elements", file=b.source.name, tensor=info.name
-                    )
-    filled = sum(math.prod(extent.shape or ()) for extent in boxes)
+    """The extents must fill their tensor exactly once: boxes that don't overlap and add up to the whole."""
+    extents = info.extents
+    if len(extents) == 1 and extents[0].shape == info.shape:
+        return
+    if not extents and info.numel:
+        raise LoaderContractError(
+            f"tensor {info.name!r} has neither extents nor `read`",
+            tensor=info.name,
+            hint="say where its bytes lie (`Extent`), or give a function that returns the tensor",
+        )
+    for i, a in enumerate(extents):
+        for b in extents[i + 1 :]:
+            if _boxes_meet(a, b):
+                raise CheckpointFormatError(
+                    f"two extents of tensor {info.name!r} fill the same elements", file=b.source.name, tensor=info.name
+                )
+    filled = sum(math.prod(extent.shape or ()) for extent in extents)
     if filled != info.numel:
         raise CheckpointFormatError(
             f"the extents of tensor {info.name!r} fill {filled} of its {info.numel} elements",
-            file=info.extents[0].source.name,
+            file=extents[0].source.name,
             tensor=info.name,
         )
 
@@ -244,6 +325,4 @@ def _check_cover(info: TensorInfo) -> None:
 def _boxes_meet(a: Extent, b: Extent) -> bool:
     if a.at is None or b.at is None or a.shape is None or b.shape is None:
         return False
-    return all(
-        x < y + m and y < x + n for x, n, y, m in zip(a.at, a.shape, b.at, b.shape, strict=True)
-    )
+    return all(x < y + m and y < x + n for x, n, y, m in zip(a.at, a.shape, b.at, b.shape, strict=True))

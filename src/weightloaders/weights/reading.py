@@ -77,10 +77,16 @@ def read_extent(extent: Extent) -> torch.Tensor:
 
 
 def native_order(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """The same values with their bytes in little-endian order; swapped in place where they were not."""
-    if not extent.is_native and tensor.numel():
-        # A complex number is two reals, each with its own byte order.
-        width = tensor.element_size() // (2 if tensor.dtype.is_complex else 1)
-        rows = tensor.contiguous().view(-1).view(torch.uint8).view(-1, width)
-        rows.copy_(rows.flip(1))
+    """The same values in this machine's byte order; a dense tensor, swapped in place where it was not."""
+    if not extent.is_native:
+        swap_bytes(tensor)
     return tensor
+
+
+def swap_bytes(tensor: torch.Tensor) -> None:
+    """Reverse the bytes of each number of a dense tensor, in place."""
+    # A complex number is two reals, each with its own byte order.
+    width = tensor.element_size() // (2 if tensor.dtype.is_complex else 1)
+    if tensor.numel() and width > 1:
+        rows = tensor.detach().view(-1).view(torch.uint8).view(-1, width)
+        rows.copy_(rows.flip(1))

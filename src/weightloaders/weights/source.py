@@ -13,6 +13,7 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,8 +87,9 @@ class FileSource(ByteSource):
         self.name = str(path)
         try:
             status = self.path.stat()
-        except OSError as error:
-            raise SourceNotFoundError(f"can't open {self.name}: {error.strerror or error}", file=self.name) from error
+        except (OSError, ValueError) as error:  # a ValueError: a name that no file can have
+            reason = getattr(error, "strerror", None) or error
+            raise SourceNotFoundError(f"can't open {self.name}: {reason}", file=self.name) from error
         # Opening a named pipe would wait for ever, so the kind is asked for before anything is opened.
         if not stat.S_ISREG(status.st_mode):
             raise SourceNotFoundError(f"{self.name} is not a regular file", file=self.name)
@@ -128,13 +130,14 @@ class FileSource(ByteSource):
     def check_unchanged(self) -> None:
         """Raise `SourceReadError` if the path now leads to other content than when the source was made."""
         try:
-            now = _fingerprint(self.path.stat())
+            status = self.path.stat()
         except OSError as error:
             raise SourceReadError(f"{self.name} went away: {error.strerror or error}", file=self.name) from error
-        self._compare(now)
+        self.check_same(status)
 
-    def _compare(self, now: tuple[int, int, int, int]) -> None:
-        if now != self._stat:
+    def check_same(self, status: os.stat_result) -> None:
+        """Raise `SourceReadError` if this is not the status of the file as it was when the source was made."""
+        if _fingerprint(status) != self._stat:
             raise SourceReadError(
                 f"{self.name} was changed after it was catalogued",
                 file=self.name,
@@ -164,13 +167,24 @@ def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
     return len(data)
 
 
+@dataclass(slots=True)
+class _OpenFile:
+    descriptor: int
+    users: int = 0
+    # Closed by its owner while somebody was still reading: the last reader closes it.
+    abandoned: bool = False
+
+
+_Key = tuple[str, tuple[int, int, int, int]]
+
+
 class _OpenFiles:
     """Open descriptors by file, least recently used first; none is closed while somebody reads from it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[str, tuple[int, int, int, int]], list[int]] = OrderedDict()  # [fd, users]
+        self._entries: OrderedDict[_Key, _OpenFile] = OrderedDict()
 
     @contextlib.contextmanager
     def use(self, source: FileSource) -> Iterator[int]:
@@ -178,51 +192,54 @@ class _OpenFiles:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                self._evict(self._limit - 1)
-                entry = self._entries[key] = [self._open(source), 0]
+                self._close_idle(keep=self._limit - 1)
+                entry = self._entries[key] = _OpenFile(self._open(source))
             self._entries.move_to_end(key)
-            entry[1] += 1
+            entry.users += 1
         try:
-            yield entry[0]
+            # Also for a file that was open already: its content may have been changed in place since.
+            source.check_same(os.fstat(entry.descriptor))
+            yield entry.descriptor
         finally:
             with self._lock:
-                entry[1] -= 1
+                entry.users -= 1
+                if entry.abandoned and not entry.users:
+                    os.close(entry.descriptor)
 
     def _open(self, source: FileSource) -> int:
-        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        # O_NONBLOCK: the file may have become a named pipe since, and opening one would wait for a writer.
+        flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"))
         try:
             try:
-                descriptor = os.open(source.path, flags)
+                return os.open(source.path, flags)
             except OSError as error:
                 # Somebody else holds the descriptors: give back all that are idle, and try once more.
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                self._evict(0)
-                descriptor = os.open(source.path, flags)
+                self._close_idle(keep=0)
+                return os.open(source.path, flags)
         except OSError as error:
             raise SourceReadError(f"can't open {source.name}: {error.strerror or error}", file=source.name) from error
-        try:
-            source._compare(_fingerprint(os.fstat(descriptor)))  # noqa: SLF001 -- one module, two halves of one thing
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return descriptor
 
-    def _evict(self, keep: int) -> None:
-        idle = [key for key, (_, users) in self._entries.items() if users == 0]
+    def _close_idle(self, keep: int) -> None:
+        idle = [key for key, entry in self._entries.items() if not entry.users]
         for key in idle[: max(0, len(self._entries) - keep)]:
-            os.close(self._entries.pop(key)[0])
+            os.close(self._entries.pop(key).descriptor)
 
     def close(self, names: frozenset[str] | None = None) -> None:
         with self._lock:
-            for key in [k for k, (_, users) in self._entries.items() if users == 0 and (names is None or k[0] in names)]:
-                os.close(self._entries.pop(key)[0])
+            for key in [key for key in self._entries if names is None or key[0] in names]:
+                entry = self._entries.pop(key)
+                if entry.users:
+                    entry.abandoned = True
+                else:
+                    os.close(entry.descriptor)
 
     def forget(self) -> None:
         # In a forked child: the descriptors are shared with the parent and are harmless, but the lock may be held.
         self._lock = threading.Lock()
         for entry in self._entries.values():
-            entry[1] = 0
+            entry.users = 0
 
 
 _open_files = _OpenFiles(MAX_OPEN_FILES)

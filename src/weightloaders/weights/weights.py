@@ -59,6 +59,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self._closed = False
         # Format readers that are not ours rarely expect to be called by two threads at once.
         self._read_lock = threading.Lock()
+        self._close_lock = threading.Lock()
         self.metadata = dict(metadata or {})
         self.skipped_files = dict(skipped_files or {})
         self.notes = tuple(notes)
@@ -87,9 +88,7 @@ class Weights(Mapping[str, torch.Tensor]):
         Raises:
             DuplicateTensorError: If a name occurs twice.
         """
-        return cls(
-            infos, close=close, borrowed=borrowed, metadata=metadata, skipped_files=skipped_files, notes=notes
-        )
+        return cls(infos, close=close, borrowed=borrowed, metadata=metadata, skipped_files=skipped_files, notes=notes)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{sum(i.nbytes for i in self._catalogue.values()):,} bytes"
@@ -144,7 +143,8 @@ class Weights(Mapping[str, torch.Tensor]):
             return read_tensor(info)
         with self._read_lock:
             tensor = checked_read(info)
-            return tensor.clone() if self._borrowed else tensor
+            # Detached: a copy of a model's own parameter is data, not a step of its autograd graph.
+            return tensor.detach().clone() if self._borrowed else tensor
 
     def items(self) -> ItemsView[str, torch.Tensor]:
         """Pairs of name and tensor, read one at a time in storage order."""
@@ -171,9 +171,10 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def close(self) -> None:
         """Let go of files; a second call does nothing. Tensors that were handed out stay valid."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
         close_files(frozenset(e.source.name for info in self._catalogue.values() for e in info.extents))
         if self._close is not None:
             self._close()
@@ -225,19 +226,22 @@ class Stream:
     """
 
     def __init__(self, pairs: Iterable[tuple[str, torch.Tensor]], *, borrowed: bool = False) -> None:
-        self._pairs = iter(pairs)
+        # What comes is only promised to be pairs, so it is checked.
+        self._pairs: Iterator[Any] = iter(pairs)
         self.borrowed = borrowed
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for pair in self._pairs:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2):  # noqa: PLR2004 -- a pair has two
-                raise LoaderContractError(f"an iterable of weights yields (name, tensor) pairs, not {type(pair).__name__}")
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise _not_a_pair(type(pair).__name__)
             name, tensor = pair
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                raise LoaderContractError(
-                    f"an iterable of weights yields (name, tensor) pairs, not ({type(name).__name__}, {type(tensor).__name__})"
-                )
+                raise _not_a_pair(f"({type(name).__name__}, {type(tensor).__name__})")
             yield name, tensor
+
+
+def _not_a_pair(what: str) -> LoaderContractError:
+    return LoaderContractError(f"an iterable of weights yields (name, tensor) pairs, not {what}")
 
 
 def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
@@ -259,10 +263,7 @@ def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
                     hint="unwrap the state dict first, e.g. checkpoint['state_dict']",
                 )
         return Weights.describe(
-            (
-                TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=_Held(tensor))
-                for name, tensor in value.items()
-            ),
+            (TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=_Held(tensor)) for name, tensor in value.items()),
             borrowed=True,
         )
     if isinstance(value, Mapping):
