@@ -27,6 +27,7 @@
     ├── PlanError                      (ValueError)         the plan found errors; nothing was touched
     ├── LoadError                      (RuntimeError)       a load that failed on the way; the model is marked
     ├── CoverageError                  (LoadError)          code that is not ours left parameters unfilled
+    ├── SaveError                      (RuntimeError)       weights that could not be saved; what was there is untouched
     ├── HalfLoadedModelError           (RuntimeError)       the model was left half-loaded by an earlier failure
     ├── ModelError                     (ValueError)         a model or config that can't be built or used
     └── MissingDependencyError         (ImportError)        an optional package is needed
@@ -229,6 +230,10 @@ class CoverageError(LoadError):
     def __init__(self, message: str, *, missing: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
         self.missing = missing
+
+
+class SaveError(WeightLoadersError, RuntimeError):
+    """Weights could not be saved; what the folder held before is untouched."""
 
 
 class HalfLoadedModelError(WeightLoadersError, RuntimeError):
