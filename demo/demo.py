@@ -1,0 +1,99 @@
+"""One real chat model, loaded through three built-in loaders: the same bytes, the same words.
+
+``make demo`` runs it. It ends with exit status 1 if the loaders disagree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Nothing here needs the network, and bars would fill a log file.
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+
+from demo.prepare import PREPARED, SMOLLM2, write_once
+from weightloaders import LLM, SamplingParams, open_weights
+from weightloaders.weights.raw import write_raw
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+BINARY = PREPARED / f"{SMOLLM2.name}-binary"
+QUESTION = "What is gravity? Answer in two sentences."
+# Loader name -> what `LLM` is given beside the model's folder.
+LOADS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "local": {"weight_loader_kwargs": {"file_pattern": "*.safetensors"}},
+    "binary": {"weights": str(BINARY)},
+}
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of tensors, whatever their order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_binary(folder: Path) -> None:
+    """Write the shards' tensors in the custom binary format, one tensor in memory at a time."""
+    with open_weights(str(SMOLLM2), loader="local") as weights:
+        write_raw(folder, weights.infos(), (weights[info.name] for info in weights.infos()))
+
+
+def describe_folder(console: Console, folder: Path) -> None:
+    """Print the files of a folder that hold weights, with their sizes."""
+    console.print(f"{folder.relative_to(Path.cwd())}/", style="bold")
+    for file in sorted(folder.iterdir()):
+        if file.suffix in {".safetensors", ".bin", ".txt"} or file.name.endswith(".index.json"):
+            console.print(f"  {file.name:<36}{file.stat().st_size / 1e6:>8.1f} MB")
+
+
+def main() -> int:
+    """Run the demo.
+
+    Returns:
+        The exit status: 0 if all loaders gave the same tensors and the same text.
+    """
+    console = Console(highlight=False)
+    console.rule("One model, two formats")
+    write_once(BINARY, write_binary)
+    for folder in (SMOLLM2, BINARY):
+        describe_folder(console, folder)
+
+    fingerprints: dict[str, str] = {}
+    answers: dict[str, str] = {}
+    for loader, arguments in LOADS.items():
+        console.rule(f"weight_loader={loader!r}")
+        llm = LLM(model=str(SMOLLM2), weight_loader=loader, **arguments)
+        console.print(Padding(str(llm.load_report), (0, 2)), markup=False)
+        fingerprints[loader] = fingerprint(llm.model.state_dict())
+        [output] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0.0, max_tokens=96))
+        answers[loader] = output.outputs[0].text.strip()
+        console.print(f"  fingerprint  {fingerprints[loader]}")
+        console.print(f"  answer       {answers[loader]}", markup=False)
+
+    console.rule("The same through every loader?")
+    for loader, value in fingerprints.items():
+        console.print(f"  {loader:<8}{value}")
+    same = len(set(fingerprints.values())) == 1 and len(set(answers.values())) == 1 and all(answers.values())
+    if not same:
+        console.print("The loaders disagree.", style="bold red")
+        return 1
+    console.print("Three equal fingerprints, and the same words:", style="bold green")
+    console.print(f"\n  Q: {QUESTION}\n  A: {answers['hf']}\n", markup=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
