@@ -9,13 +9,13 @@ INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constr
 PLUGINS := $(wildcard plugins/*/pyproject.toml)
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all check docs clean
+.PHONY: help demo test test-all check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through the built-in loaders and let it answer"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, with those that take longer than a minute"
-	@echo "make check     lint, formatting, types on three systems, the direction of imports"
+	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     back to a fresh clone: remove the environment, caches and prepared models"
 
@@ -29,12 +29,18 @@ test: $(VENV)/dev-ready
 test-all: $(VENV)/dev-ready
 	$(PYTEST)
 
-check: $(VENV)/dev-ready
+check: lint types imports
+
+lint: $(VENV)/dev-ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev-ready
 	for platform in linux win32 darwin; do \
 		$(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; \
 	done
+
+imports: $(VENV)/dev-ready
 	$(BIN)/lint-imports
 
 docs: $(VENV)/dev-ready
