@@ -1,0 +1,180 @@
+"""From the files of a checkpoint to its `Weights`: headers opened, names held against the index and each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightloaders.errors import DuplicateTensorError, IncompleteCheckpointError
+from weightloaders.weights.reading import same_values
+from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_safetensors
+from weightloaders.weights.source import FileSource
+from weightloaders.weights.torch_zip import read_torch
+from weightloaders.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+    from weightloaders.weights.files import Selection
+    from weightloaders.weights.index import Index
+    from weightloaders.weights.info import TensorInfo
+
+# Headers are short and far away at worst (a network file system): waiting is what threads save here.
+_THREADS = 8
+_SHOWN = 6
+
+
+def catalogue(
+    selection: Selection,
+    *,
+    max_header_bytes: int = MAX_HEADER_BYTES,
+    key: str | None = None,
+    safe_globals: Sequence[Any] = (),
+) -> Weights:
+    """Open the headers of the chosen files and say what they hold together. No tensor is read, save for one case.
+
+    Where there is no index and two files have a tensor of one name, the two are compared, in bounded memory.
+
+    Args:
+        selection: The files.
+        max_header_bytes: A longer safetensors header is refused.
+        key: For torch files: the path to the state dict within each.
+        safe_globals: For torch files: what a pickle may use beyond torch's own list.
+
+    Raises:
+        IncompleteCheckpointError: If a tensor is not in the file that the index names.
+        DuplicateTensorError: If two files have different values under one name, and no index decides.
+        SourceError: Whatever the format's reader finds wrong with a file.
+    """
+    if selection.family == "safetensors":
+        contents = _read_headers(selection, max_header_bytes)
+    else:
+        contents = _read_pickles(selection, key, safe_globals)
+    notes = [*selection.notes, *(note for content in contents.values() for note in content.notes)]
+    if selection.index is None:
+        infos = _merged({file: content.infos for file, content in contents.items()}, notes)
+    else:
+        infos = _as_indexed(selection, selection.index, contents, notes)
+    metadata: dict[str, str] = {}
+    for content in contents.values():
+        metadata = {**content.metadata, **metadata}
+    return Weights.describe(infos, metadata=metadata, skipped_files=selection.skipped, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What one file holds."""
+
+    infos: Sequence[TensorInfo]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def _read_headers(selection: Selection, max_header_bytes: int) -> dict[str, _Contents]:
+    def read(file: str) -> _Contents:
+        header = read_safetensors(FileSource(selection.folder / file), max_header_bytes=max_header_bytes)
+        return _Contents(header.infos, header.metadata)
+
+    if len(selection.files) == 1:
+        return {file: read(file) for file in selection.files}
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-headers") as pool:
+        return dict(zip(selection.files, pool.map(read, selection.files), strict=True))
+
+
+def _read_pickles(selection: Selection, key: str | None, safe_globals: Sequence[Any]) -> dict[str, _Contents]:
+    # One after the other: what a pickle may use is set for the whole process.
+    contents = {}
+    for file in selection.files:
+        read = read_torch(FileSource(selection.folder / file), key=key, safe_globals=safe_globals)
+        contents[file] = _Contents(read.infos, notes=read.notes)
+    return contents
+
+
+def _as_indexed(
+    selection: Selection, index: Index, contents: Mapping[str, _Contents], notes: list[str]
+) -> list[TensorInfo]:
+    """The tensors that the index names, each from the file it names; others only on request."""
+    held = {file: {info.name: info for info in content.infos} for file, content in contents.items()}
+    absent = [(tensor, file) for tensor, file in index.weight_map.items() if tensor not in held[file]]
+    if absent:
+        raise _not_where_indexed(selection, index, absent, held)
+    chosen = [held[file][tensor] for tensor, file in index.weight_map.items()]
+    rest: dict[str, list[TensorInfo]] = {}
+    for file, infos in held.items():
+        copies = [name for name in infos if index.weight_map.get(name, file) != file]
+        if copies:
+            notes.append(f"{file} also has {_named(copies)}, which {index.name} places elsewhere; that is what is used")
+        unlisted = [info for name, info in infos.items() if name not in index.weight_map]
+        if unlisted:
+            rest[file] = unlisted
+            verb = "included as asked" if selection.include_unindexed else "left out; include_unindexed=True takes them"
+            notes.append(f"{file} has {_named([i.name for i in unlisted])}, absent from {index.name}: {verb}")
+    return [*chosen, *_merged(rest, notes)] if selection.include_unindexed else chosen
+
+
+def _not_where_indexed(
+    selection: Selection,
+    index: Index,
+    absent: list[tuple[str, str]],
+    held: Mapping[str, Mapping[str, TensorInfo]],
+) -> IncompleteCheckpointError:
+    tensor, file = absent[0]
+    elsewhere = [other for other, infos in held.items() if tensor in infos]
+    message = f"{index.name} says that tensor {tensor!r} is in {file}, but that file does not hold it"
+    message += f"; {elsewhere[0]} does" if elsewhere else "; nor does any other of the checkpoint's files"
+    if len(absent) > 1:
+        message += f". The same goes for {_named([name for name, _ in absent[1:]])}"
+    return IncompleteCheckpointError(
+        message,
+        file=selection.folder / file,
+        tensor=tensor,
+        hint="the index belongs to other files: fetch both again; or load what is there with ignore_index=True",
+    )
+
+
+def _merged(held: Mapping[str, Iterable[TensorInfo]], notes: list[str]) -> list[TensorInfo]:
+    """The tensors of all files; a name that several have must stand for equal values."""
+    first: dict[str, tuple[str, TensorInfo]] = {}
+    twins: list[tuple[str, TensorInfo]] = []
+    for file, infos in held.items():
+        for info in infos:
+            if info.name in first:
+                twins.append((file, info))
+            else:
+                first[info.name] = (file, info)
+    # What a header gives away is asked of all pairs before the values of any are read.
+    for agree in (_same_kind, same_values):
+        for file, info in twins:
+            other_file, other = first[info.name]
+            if not agree(other, info):
+                raise _contradiction(other_file, other, file, info)
+    by_pair: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for file, info in twins:
+        by_pair[first[info.name][0], file].append(info.name)
+    notes += [f"{a} and {b} both have {_named(names)}, with equal values" for (a, b), names in by_pair.items()]
+    return [info for _, info in first.values()]
+
+
+def _same_kind(a: TensorInfo, b: TensorInfo) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _contradiction(file: str, info: TensorInfo, other_file: str, other: TensorInfo) -> DuplicateTensorError:
+    if _same_kind(info, other):
+        how = "with different values"
+    else:
+        how = f"as {list(info.shape)} {info.dtype} and as {list(other.shape)} {other.dtype}"
+    return DuplicateTensorError(
+        f"tensor {info.name!r} is in {file} and in {other_file}, {how}",
+        tensor=info.name,
+        file=other_file,
+        hint="the files belong to different checkpoints: choose some with file_pattern, or remove the others",
+    )
+
+
+def _named(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(map(repr, names[:_SHOWN])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,148 @@
+"""A folder on disk as a listing, and where links in it may lead."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightloaders.errors import CheckpointFormatError, SourceNotFoundError, SourceReadError, UnsafeCheckpointError
+from weightloaders.weights.file_names import family_of
+from weightloaders.weights.index import MAX_INDEX_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_REPOSITORY_FOLDER = re.compile(r"(models|datasets|spaces)--.+")
+# huggingface_hub may keep one copy for all repositories; this file marks the folder as its own.
+_SHARED_STORE_MARK = ".huggingface-shared-blobs"
+
+
+class FolderListing:
+    """What lies in a folder on disk; see `weightloaders.weights.files.Listing`.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        SourceNotFoundError: If there is no such folder.
+        SourceReadError: If it can't be listed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.where = str(folder)
+        names: set[str] = set()
+        self.odd: dict[str, str] = {}
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    kind = _kind(Path(entry.path))
+                    # A link that leads nowhere counts as the file it should be, so that its absence is noticed.
+                    if kind in (None, _DEAD_LINK):
+                        names.add(entry.name)
+                    else:
+                        self.odd[entry.name] = kind
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise SourceNotFoundError(f"there is no folder {folder}", file=folder) from error
+        except (OSError, ValueError) as error:
+            raise SourceReadError(f"can't list the folder {folder}: {error}", file=folder) from error
+        self.names = frozenset(names)
+
+    def problem(self, name: str) -> str | None:
+        """What is wrong with a file of that relative path; None if it is a regular file."""
+        return _kind(self.folder / name)
+
+    def read(self, name: str) -> bytes:
+        """The content of an index."""
+        self.check_links([name])
+        path = self.folder / name
+        problem = _kind(path)
+        if problem is not None:
+            raise SourceNotFoundError(f"{path} {problem}", file=path)
+        try:
+            size = path.stat().st_size
+            if size > MAX_INDEX_BYTES:
+                raise CheckpointFormatError(
+                    f"{name} has {size:,} bytes, more than an index may have ({MAX_INDEX_BYTES:,})", file=path
+                )
+            return path.read_bytes()
+        except OSError as error:
+            raise SourceReadError(f"can't read {path}: {error.strerror or error}", file=path) from error
+
+    def subfolders_with_weights(self) -> list[str]:
+        """Sub-folders in which files look like weights."""
+        found = []
+        for name, kind in self.odd.items():
+            if kind == _FOLDER:
+                try:
+                    inside = os.listdir(self.folder / name)  # noqa: PTH208 -- names are all that is needed
+                except OSError:
+                    continue
+                if any(family_of(file) for file in inside):
+                    found.append(name)
+        return sorted(found)
+
+    def check_links(self, files: Iterable[str]) -> None:
+        """Refuse, in a snapshot of the hub's cache, files that are links to elsewhere than the repository's own blobs.
+
+        Elsewhere links are the user's own business, and are followed.
+
+        Raises:
+            UnsafeCheckpointError: If a link leads out.
+        """
+        repository = _repository_of(self.folder)
+        if repository is None:
+            return
+        for file in files:
+            path = self.folder / file
+            if not _stays_within(path, repository):
+                raise UnsafeCheckpointError(
+                    f"{path} is a link to {path.resolve()}, outside the blobs of its own repository",
+                    file=path,
+                    hint="the cache was tampered with: delete this snapshot and download it again",
+                )
+
+
+_DEAD_LINK = "is a link that leads nowhere"
+_FOLDER = "is a folder, not a file"
+
+
+def _kind(path: Path) -> str | None:
+    """What is wrong with a path, None if it is a regular file (or a link to one)."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        if path.is_symlink():
+            return _DEAD_LINK
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            return "is not there"
+        return f"can't be looked at ({getattr(error, 'strerror', None) or error})"
+    if stat.S_ISDIR(mode):
+        return _FOLDER
+    return None if stat.S_ISREG(mode) else "is not a regular file"
+
+
+def _repository_of(folder: Path) -> Path | None:
+    """The repository's folder in the hub's cache, if this is (within) one of its snapshots."""
+    # As written as well as resolved: either alone could be talked out of it by a link on the way.
+    for path in (Path(os.path.abspath(folder)), folder.resolve()):  # noqa: PTH100 -- links must stay unresolved here
+        for parent in (path, *path.parents):
+            if parent.parent.name == "snapshots" and _REPOSITORY_FOLDER.fullmatch(parent.parent.parent.name):
+                return parent.parent.parent
+    return None
+
+
+def _stays_within(path: Path, repository: Path) -> bool:
+    target = path.resolve()
+    blobs = (repository / "blobs").resolve()
+    if target.is_relative_to(blobs) or target.is_relative_to(repository.resolve() / "snapshots"):
+        return True
+    store = repository.resolve().parent / "blobs"
+    # The shared store is reached through the repository's own blob, which is then a link itself.
+    if not (store / _SHARED_STORE_MARK).is_file() or not path.is_symlink():
+        return False
+    own_blob = Path(os.path.normpath(path.parent.resolve() / os.readlink(path)))  # noqa: PTH115 -- the first step only
+    return own_blob.is_relative_to(blobs) and target.is_relative_to(store.resolve())
