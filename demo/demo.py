@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # Nothing here needs the network, and bars would fill a log file.
@@ -24,6 +23,7 @@ from weightloaders.weights.raw import write_raw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 BINARY = PREPARED / f"{SMOLLM2.name}-binary"
 QUESTION = "What is gravity? Answer in two sentences."
@@ -53,7 +53,7 @@ def write_binary(folder: Path) -> None:
 
 def describe_folder(console: Console, folder: Path) -> None:
     """Print the files of a folder that hold weights, with their sizes."""
-    console.print(f"{folder.relative_to(Path.cwd())}/", style="bold")
+    console.print(f"{folder.relative_to(PREPARED.parent)}/", style="bold")
     for file in sorted(folder.iterdir()):
         if file.suffix in {".safetensors", ".bin", ".txt"} or file.name.endswith(".index.json"):
             console.print(f"  {file.name:<36}{file.stat().st_size / 1e6:>8.1f} MB")
