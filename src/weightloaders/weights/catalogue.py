@@ -30,7 +30,7 @@ _SHOWN = 6
 def catalogue(
     selection: Selection,
     *,
-    max_header_bytes: int = MAX_HEADER_BYTES,
+    max_header_bytes: int | None = None,
     key: str | None = None,
     safe_globals: Sequence[Any] = (),
 ) -> Weights:
@@ -40,7 +40,7 @@ def catalogue(
 
     Args:
         selection: The files.
-        max_header_bytes: A longer safetensors header is refused.
+        max_header_bytes: A longer safetensors header is refused; None for the safetensors package's own limit.
         key: For torch files: the path to the state dict within each.
         safe_globals: For torch files: what a pickle may use beyond torch's own list.
 
@@ -50,7 +50,7 @@ def catalogue(
         SourceError: Whatever the format's reader finds wrong with a file.
     """
     if selection.family == "safetensors":
-        contents = _read_headers(selection, max_header_bytes)
+        contents = _read_headers(selection, max_header_bytes or MAX_HEADER_BYTES)
     else:
         contents = _read_pickles(selection, key, safe_globals)
     notes = [*selection.notes, *(note for content in contents.values() for note in content.notes)]

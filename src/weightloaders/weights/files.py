@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceNotFoundError
+from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError, SourceNotFoundError
 from weightloaders.weights.candidates import Candidate, Wanted, is_raw, sort_out
 from weightloaders.weights.file_names import (
     SUFFIXES,
@@ -29,7 +29,7 @@ from weightloaders.weights.file_names import (
     number_of,
     variant_of,
 )
-from weightloaders.weights.folder import FolderListing
+from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 from weightloaders.weights.index import Index, parse_index
 
 if TYPE_CHECKING:
@@ -92,9 +92,11 @@ def select_files(
     """
     wanted = Wanted(families, file_pattern, variant, ignore_index, include_unindexed)
     path = Path(path)
-    is_file = path.is_file()
-    listing = FolderListing(path.parent if is_file else path)
-    if not is_file:
+    kind = kind_of(path)
+    if kind not in (None, A_FOLDER):
+        raise SourceNotFoundError(f"{path} {kind}", file=path, hint="for a repository on the hub use the loader 'hf'")
+    listing = FolderListing(path if kind else path.parent)
+    if kind:
         selection = choose_files(listing, wanted)
     elif indexed_name(path.name):
         selection = _by_index(listing, path.name, [], wanted)
@@ -106,12 +108,12 @@ def select_files(
 
 def holds_weights(folder: Path, wanted: Wanted) -> bool:
     """Whether the names in a folder promise weights, or an index of some; nothing is opened."""
-    if not folder.is_dir():
-        return False
     try:
         return any(not candidate.reason for candidate in sort_out(FolderListing(folder), wanted))
     except AmbiguousSourceError:
         return True
+    except SourceError:
+        return False
 
 
 def choose_files(listing: Listing, wanted: Wanted) -> Selection:

@@ -39,7 +39,7 @@ class FolderListing:
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    kind = _kind(Path(entry.path))
+                    kind = kind_of(Path(entry.path))
                     # A link that leads nowhere counts as the file it should be, so that its absence is noticed.
                     if kind in (None, _DEAD_LINK):
                         names.add(entry.name)
@@ -53,13 +53,13 @@ class FolderListing:
 
     def problem(self, name: str) -> str | None:
         """What is wrong with a file of that relative path; None if it is a regular file."""
-        return _kind(self.folder / name)
+        return kind_of(self.folder / name)
 
     def read(self, name: str) -> bytes:
         """The content of an index."""
         self.check_links([name])
         path = self.folder / name
-        problem = _kind(path)
+        problem = kind_of(path)
         if problem is not None:
             raise SourceNotFoundError(f"{path} {problem}", file=path)
         try:
@@ -76,7 +76,7 @@ class FolderListing:
         """Sub-folders in which files look like weights."""
         found = []
         for name, kind in self.odd.items():
-            if kind == _FOLDER:
+            if kind == A_FOLDER:
                 try:
                     inside = os.listdir(self.folder / name)  # noqa: PTH208 -- names are all that is needed
                 except OSError:
@@ -107,11 +107,11 @@ class FolderListing:
 
 
 _DEAD_LINK = "is a link that leads nowhere"
-_FOLDER = "is a folder, not a file"
+A_FOLDER = "is a folder, not a file"
 
 
-def _kind(path: Path) -> str | None:
-    """What is wrong with a path, None if it is a regular file (or a link to one)."""
+def kind_of(path: Path) -> str | None:
+    """What keeps a path from being a regular file, or a link to one; None if it is one."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def _kind(path: Path) -> str | None:
             return "is not there"
         return f"can't be looked at ({getattr(error, 'strerror', None) or error})"
     if stat.S_ISDIR(mode):
-        return _FOLDER
+        return A_FOLDER
     return None if stat.S_ISREG(mode) else "is not a regular file"
 
 
