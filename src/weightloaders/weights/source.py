@@ -208,7 +208,9 @@ class _OpenFiles:
 
     def _open(self, source: FileSource) -> int:
         # O_NONBLOCK: the file may have become a named pipe since, and opening one would wait for a writer.
-        flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"))
+        flags: int = os.O_RDONLY
+        for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"):
+            flags |= getattr(os, name, 0)
         try:
             try:
                 return os.open(source.path, flags)
