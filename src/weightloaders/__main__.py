@@ -1,0 +1,6 @@
+"""``python -m weightloaders``."""
+
+from weightloaders.cli.main import main
+
+if __name__ == "__main__":
+    main()

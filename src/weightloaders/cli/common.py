@@ -1,0 +1,192 @@
+"""What the commands share: switches, options of loaders, output, and errors as messages rather than tracebacks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import inspect
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightloaders.errors import OptionsError, WeightLoadersError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="A folder, a file, a hub id or an address.")]
+LOADER = typer.Option("--loader", "-l", metavar="NAME", help="The loader, by name or as package.module:Class.")
+Loader = Annotated[str, LOADER]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", "-o", metavar="NAME=VALUE", help="An option of the loader; the value is YAML. May be repeated.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Rules = Annotated[
+    str | None,
+    typer.Option("--rules", metavar="FILE", help="A YAML file of renames, drops and conversions."),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Let code that lies with the model run. Only for models you trust.")
+]
+
+_SWITCHES = {
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors: no progress, no remarks.")],
+    "no_progress": Annotated[
+        bool, typer.Option("--no-progress", help="No progress; WEIGHTLOADERS_PROGRESS=0 does the same.")
+    ],
+    "debug": Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")],
+}
+
+
+@dataclass(slots=True)
+class Settings:
+    """What the switches of the running command say."""
+
+    quiet: bool = False
+    progress: bool | None = None
+    """For the functions of `weightloaders.api`: None to show it in the way that fits the output, False for none."""
+
+
+settings = Settings()
+
+
+def with_switches(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the switches that every command has, and turn errors into messages and an exit status of 1."""
+
+    @functools.wraps(function)
+    def run(*args: Any, quiet: bool, no_progress: bool, debug: bool, **kwargs: Any) -> None:
+        settings.quiet = quiet
+        settings.progress = False if quiet or no_progress else None
+        with _logging_to_stderr(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO):
+            try:
+                function(*args, **kwargs)
+            except (WeightLoadersError, OSError) as error:
+                # A closed pipe is how `... | head` ends; typer knows.
+                if debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
+                    raise
+                remark(f"error: {error}")
+                raise typer.Exit(1) from error
+
+    own = inspect.signature(function, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=False)
+        for name, annotation in _SWITCHES.items()
+    ]
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in run.__signature__.parameters.values()}  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def _logging_to_stderr(level: int) -> Iterator[None]:
+    # Undone afterwards, so that several commands can run in one process.
+    logger = logging.getLogger("weightloaders")
+    before, propagated = logger.level, logger.propagate
+    handler = logging.StreamHandler(_Stderr())
+    handler.setFormatter(logging.Formatter("%(message)s" if level > logging.DEBUG else "%(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        logger.propagate = propagated
+
+
+class _Stderr:
+    """Standard error as it is at the time of writing, with nothing that could steer the terminal."""
+
+    def write(self, text: str) -> None:
+        sys.stderr.write(printable(text))
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+# ------------------------------------------------------------------ what goes in
+
+
+def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
+    """Options of a loader from ``name=value`` arguments, each value read as YAML.
+
+    Raises:
+        OptionsError: If an argument has another form, or a name is given twice.
+    """
+    import yaml
+
+    options: dict[str, Any] = {}
+    for item in given or ():
+        name, equals, text = item.partition("=")
+        if not equals or not name:
+            raise OptionsError(f"--option takes NAME=VALUE, not {item!r}")
+        if name in options:
+            raise OptionsError(f"--option {name} is given twice")
+        try:
+            options[name] = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError) as error:
+            raise OptionsError(f"the value of --option {name} is no valid YAML: {error}") from error
+    return options
+
+
+def rules_file(path: str | None) -> Any:
+    """Rules as `plan_load` and the like take them, from the path of a file."""
+    from pathlib import Path
+
+    return None if path is None else Path(path)
+
+
+# ------------------------------------------------------------------ what comes out
+
+
+def printable(text: str) -> str:
+    """Text from a checkpoint, with what could steer a terminal written out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(text: str) -> None:
+    """Print a line of the result."""
+    sys.stdout.write(printable(text) + "\n")
+
+
+def remark(text: str) -> None:
+    """Print a line that is not the result, to standard error."""
+    sys.stderr.write(printable(text) + "\n")
+
+
+def say_json(value: Any) -> None:
+    """Print the result for programs."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def say_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
+    """Print a table.
+
+    Args:
+        headings: One a column.
+        rows: What stands in the columns.
+        numbers: Headings of the columns that are aligned to the right.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    # In a pipe nothing is folded: a line a row is what other programs can read.
+    console = Console(
+        file=sys.stdout, width=None if sys.stdout.isatty() else 100_000, markup=False, emoji=False, highlight=False
+    )
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold", justify="right" if heading in numbers else "left")
+    for row in rows:
+        table.add_row(*(printable(str(cell)) for cell in row))
+    console.print(table)

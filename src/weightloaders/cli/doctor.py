@@ -1,0 +1,156 @@
+"""``weightloaders doctor``: what there is on this machine that a load depends on, and what is wrong with it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from weightloaders import __version__
+from weightloaders.cli.common import say, say_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "huggingface_hub",
+    "pydantic",
+    "pluggy",
+    "typer",
+    "rich",
+    "tqdm",
+    "PyYAML",
+)
+_MODULES = ("torch", "transformers", "safetensors", "huggingface_hub")
+_VARIABLES = (
+    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
+    "WEIGHTLOADERS_DISABLE", "WEIGHTLOADERS_PROGRESS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+)  # fmt: skip
+_SECRET = ("HF_TOKEN",)
+
+# What is examined, what was found, and whether that is a problem.
+Finding = tuple[str, str, bool]
+
+
+def examine() -> None:
+    """Show versions, loaders, storage and settings. Exit status 1 if something is broken."""
+    problems = []
+    for title, examined in (
+        ("versions", _versions),
+        ("loaders", _loaders),
+        ("accelerators", _accelerators),
+        ("machine", _machine),
+        ("environment", _environment),
+    ):
+        findings = _guarded(examined)
+        say(title)
+        say_table(["", "", ""], [("  " + what, found, "PROBLEM" if bad else "") for what, found, bad in findings])
+        problems += [f"{what}: {found}" for what, found, bad in findings if bad]
+    say(f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "no problems")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _guarded(examined: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    """What was found until the end, or until something broke: a doctor outlives what it finds."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(examined())
+    except Exception as error:  # noqa: BLE001
+        findings.append(("stopped", _said(error), True))
+    return findings
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _versions() -> Iterator[Finding]:
+    yield "weightloaders", f"{__version__} in {Path(__file__).parents[1]}", False
+    yield "Python", f"{platform.python_version()} on {platform.platform()}", False
+    for package in _PACKAGES:
+        try:
+            yield package, metadata.version(package), False
+        except metadata.PackageNotFoundError:
+            yield package, "is not installed", True
+    for module in _MODULES:
+        # Installed is not yet usable: a torch built for another machine fails at this point.
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            yield module, f"can't be imported: {_said(error)}", True
+
+
+def _loaders() -> Iterator[Finding]:
+    from weightloaders.registry import WeightLoaderRegistry
+
+    for loader in WeightLoaderRegistry.describe():
+        where = " ".join(filter(None, (loader.distribution, loader.version))) or loader.origin
+        said = f"{loader.status} ({where})" + (f": {loader.error}" if loader.error else "")
+        yield loader.name, said, loader.status in ("broken", "conflict")
+
+
+def _accelerators() -> Iterator[Finding]:
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if not count:
+        yield "none", "models run on the CPU", False
+    for i in range(count):
+        yield f"{torch.accelerator.current_accelerator()}:{i}", "available", False
+
+
+def _machine() -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "cores", f"{usable} usable of {os.cpu_count()}", False
+    memory = _text_of("/proc/meminfo")
+    for line in memory.splitlines():
+        if line.startswith(("MemTotal", "MemAvailable")):
+            yield line.split(":")[0], line.split(":")[1].strip(), False
+    pages = _text_of("/sys/kernel/mm/transparent_hugepage/enabled").strip()
+    if pages:
+        off = "[never]" in pages
+        yield "huge pages", pages + (" (loading faults in every small page, which is slower)" if off else ""), False
+    for what, path in (("working directory", Path.cwd()), ("hub cache", _hub_cache())):
+        there = next(parent for parent in (path, *path.parents) if parent.exists())
+        usage = shutil.disk_usage(there)
+        yield what, f"{path}: {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f}, {_file_system(there)}", False
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _file_system(path: Path) -> str:
+    """What kind of file system a path is on, as Linux tells; network ones want other ways of reading."""
+    best = ("", "unknown file system")
+    for line in _text_of("/proc/mounts").splitlines():
+        _, mount, kind, *_ = line.split(" ")
+        if path.is_relative_to(mount) and len(mount) > len(best[0]):
+            best = (mount, kind)
+    return best[1]
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _environment() -> Iterator[Finding]:
+    for variable in _VARIABLES:
+        value = os.environ.get(variable)
+        if value is not None:
+            yield variable, "is set" if variable in _SECRET else value, False

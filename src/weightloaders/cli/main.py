@@ -1,0 +1,55 @@
+"""The program ``weightloaders``: its commands put together."""
+
+from __future__ import annotations
+
+import sys
+from io import TextIOWrapper
+from typing import Annotated
+
+import typer
+
+from weightloaders import __version__
+from weightloaders.cli import compare, convert, doctor, generate, inspect, list, plan  # noqa: A004 -- named as the commands
+from weightloaders.cli.common import with_switches
+
+app = typer.Typer(
+    name="weightloaders",
+    help="Any checkpoint, into any PyTorch model: look at it, check it, convert it, run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for name, function in (
+    ("list", list.list_loaders),
+    ("inspect", inspect.inspect_source),
+    ("plan", plan.plan_source),
+    ("generate", generate.generate_text),
+    ("convert", convert.convert_source),
+    ("compare", compare.compare_sources),
+    ("doctor", doctor.examine),
+):
+    app.command(name)(with_switches(function))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"weightloaders {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the program. Exit status: 0 done, 1 an error or a difference, 2 a mistake in the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        # A name that the terminal's encoding lacks shall not end the program.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    app()

@@ -1,0 +1,260 @@
+"""Config files: what `LLM` is called with, as YAML, TOML or JSON.
+
+A file's keys are the names of `LLM`'s parameters. Keys that don't exist are refused, each with the nearest that does,
+before anything is opened::
+
+    model: ./smollm2            # relative to the config file
+    weight_loader: binary
+    weight_loader_kwargs: {dtype: bfloat16, file_pattern: "*.bin"}
+    dtype: bfloat16
+    sampling_params: {temperature: 0.7, max_tokens: 64}
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from weightloaders.discovery import did_you_mean
+from weightloaders.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+Decision = Literal["error", "warn", "ignore"]
+# One decision for all names, or one for each pattern of names.
+Policy = Decision | dict[str, Decision]
+
+_PATHS = ("model", "weights", "tokenizer")
+# A config is written by people; more than this is another kind of file, or one made to exhaust memory.
+_MAX_BYTES = 1 << 20
+
+
+class Checked(BaseModel):
+    """A pydantic model that neither coerces nor ignores anything, and complains by `ConfigError`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    if not TYPE_CHECKING:  # type checkers shall see the fields as the signature
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise ConfigError("; ".join(_complaints(error, values, type(self)))) from None
+
+
+class LLMConfig(Checked):
+    """The arguments of `LLM`, as a config file gives them.
+
+    A path in ``model``, ``weights``, ``tokenizer`` or ``rules`` is taken relative to the config file's folder if it
+    begins with ``./`` or ``../``, or if it exists there; otherwise it stays as it is (a hub id, or relative to the
+    working directory). Paths within ``weight_loader_kwargs`` are the loader's affair and stay as they are.
+
+    Attributes:
+        model: Folder or hub id with the model's config.
+        weights: Where the weights lie, if not with the config.
+        weight_loader: Name of the loader, or ``package.module:Class``.
+        weight_loader_kwargs: Options of the loader, validated by it.
+        rules: Rules as in the guide on names and layouts, inline, or the path of a file with them.
+        dtype: ``auto`` or the name of a torch dtype, e.g. ``bfloat16``.
+        device: Where the model goes.
+        engine: What generates the text.
+        tokenizer: Folder or hub id of the tokenizer, if not with the config.
+        revision: Commit, tag or branch of the model's repository on the hub.
+        trust_remote_code: Whether code that lies with the model may run.
+        on_missing: What to do about parameters that the source has nothing for.
+        on_unexpected: What to do about tensors that the model has no place for.
+        on_mismatch: What to do about tensors of another shape.
+        progress: False for no progress output.
+        verify: Additional checks: ``finite`` or ``sha256``.
+        max_num_seqs: How many sequences are generated at once.
+        max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
+        sampling_params: Fields of `SamplingParams`, used where `generate` is given none.
+        model_kwargs: Further arguments for the model's constructor.
+    """
+
+    model: str
+    weights: str | None = None
+    weight_loader: str = "auto"
+    weight_loader_kwargs: dict[str, Any] = Field(default_factory=dict)
+    rules: str | list[Any] | dict[str, Any] | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    engine: str = "transformers"
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    on_missing: Policy = "error"
+    on_unexpected: Policy = "warn"
+    on_mismatch: Policy = "error"
+    progress: bool | None = None
+    verify: Literal["finite", "sha256"] | None = None
+    max_num_seqs: Annotated[int, Field(ge=1)] = 32
+    max_model_len: Annotated[int, Field(ge=1)] | None = None
+    sampling_params: dict[str, Any] | None = None
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> LLMConfig:
+        """Read and check a config file.
+
+        Args:
+            path: A ``.yaml``, ``.yml``, ``.toml`` or ``.json`` file.
+
+        Raises:
+            ConfigError: If it can't be read, or holds something that is not allowed.
+        """
+        path = Path(path)
+        try:
+            config = cls(**read_config(path))
+        except ConfigError as error:
+            if error.file is not None:
+                raise
+            raise ConfigError(f"{path}: {error.message}", file=path) from None
+        update: dict[str, Any] = {key: _resolved(getattr(config, key), path.parent) for key in _PATHS}
+        if isinstance(config.rules, str):
+            update["rules"] = _resolved(config.rules, path.parent)
+        return config.model_copy(update=update)
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `LLM`, those of the model's constructor among them."""
+        arguments = {name: getattr(self, name) for name in type(self).model_fields if name != "model_kwargs"}
+        if isinstance(self.rules, str):
+            # A string would be taken for rules written out.
+            arguments["rules"] = Path(self.rules)
+        return {**arguments, **self.model_kwargs}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML, TOML or JSON file.
+
+    Raises:
+        ConfigError: If it can't be read or parsed, a key occurs twice, or its top level is no mapping.
+    """
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError(
+            f"{path} is no config file: its name ends in {path.suffix or 'nothing'!r}",
+            file=path,
+            hint=f"name it by its format: {', '.join(_PARSERS)}",
+        )
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path} is too large for a config file", file=path, hint="is it really the config?")
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror or error}", file=path) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}", file=path) from error
+    try:
+        value = parse(text)
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply", file=path) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} can't be understood: {error}", file=path) from error
+    if not isinstance(value, dict):
+        what = "is empty" if value is None else f"holds a {type(value).__name__} at its top level"
+        raise ConfigError(f"{path} {what}", file=path, hint="it takes `key: value` pairs, `model:` at the least")
+    odd = [key for key in value if not isinstance(key, str)]
+    if odd:
+        raise ConfigError(f"{path} has a key that is no name: {odd[0]!r}", file=path)
+    return value
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """The safe loader, but a key that occurs twice is refused: the first would be lost without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key, _ in node.value:
+                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                    raise ValueError(f"the key {key.value!r} occurs twice, again in line {key.start_mark.line + 1}")
+                seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506 -- a subclass of the safe loader
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _parse_toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} occurs twice")
+        result[key] = value
+    return result
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".toml": _parse_toml,
+    ".json": _parse_json,
+}
+
+
+def _resolved(value: str | None, folder: Path) -> str | None:
+    if value is None:
+        return None
+    path = Path(value).expanduser()
+    if path.is_absolute():
+        return str(path)
+    if value.startswith(("./", "../")) or value in (".", "..") or (folder / path).exists():
+        return str(folder / path)
+    return value
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """What is to be said of a name that is none of these."""
+    known = sorted(known)
+    return f"{name!r} is unknown{did_you_mean(name, known)} (there are {', '.join(known)})"
+
+
+def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseModel]) -> list[str]:
+    """One sentence for each place that pydantic complains about."""
+    found: dict[str, list[str]] = {}
+    for item in error.errors(include_url=False, include_context=False):
+        place = _place(item["loc"], values)
+        if item["type"] == "extra_forbidden":
+            found[unknown(place, kind.model_fields)] = []
+            continue
+        if item["type"] == "missing":
+            message = "is needed"
+        elif item["type"] == "value_error":
+            message = item["msg"].removeprefix("Value error, ")
+        else:
+            message = f"{item['msg'].removeprefix('Input ')}, not {reprlib.repr(item['input'])}"
+        found.setdefault(place, []).append(message)
+    return [": ".join(filter(None, (place, ", or ".join(messages)))) for place, messages in found.items()]
+
+
+def _place(loc: tuple[int | str, ...], values: Any) -> str:
+    # pydantic puts the alternatives of a union among the keys (`dict[str,any]`, `[key]`); only what is in the input,
+    # or is missing at its top level, is a place that the user knows.
+    parts = []
+    for i, part in enumerate(loc):
+        inside = isinstance(values, dict) and part in values
+        if inside or i == 0:
+            parts.append(str(part))
+            values = values[part] if inside else None
+    return ".".join(parts)

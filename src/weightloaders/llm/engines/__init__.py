@@ -1,0 +1,1 @@
+"""Engines: what turns prompts into text. `LLM` picks one by name."""
