@@ -58,7 +58,7 @@ def _by_fused_name(declared: Mapping[str, Any]) -> dict[str, list[tuple[str, Any
 
 def _is_target(value: Sequence[Any]) -> bool:
     """Whether a tuple is (fused name, shard id) rather than the names of parts."""
-    return len(value) == 2 and (isinstance(value[1], int) or value[1] in ("q", "k", "v"))  # noqa: PLR2004 -- a pair
+    return len(value) == 2 and (isinstance(value[1], int) or value[1] in ("q", "k", "v"))
 
 
 def own_loaders(model: nn.Module) -> dict[str, Any]:
@@ -101,7 +101,10 @@ class ModuleMapper:
                 continue
             if target in self._loaders:
                 return Claim(
-                    target, (f"the parameter's own weight_loader, shard {shard_id!r}",), call_loader=True, shard_id=shard_id
+                    target,
+                    (f"the parameter's own weight_loader, shard {shard_id!r}",),
+                    call_loader=True,
+                    shard_id=shard_id,
                 )
             slots = tuple(".".join((*segments[:at], part, *segments[at + 1 :])) for part in parts)
             group = Group(

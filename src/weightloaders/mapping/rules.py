@@ -139,9 +139,7 @@ class Rename:
         object.__setattr__(self, "_new", Pattern(self.new) if compiled else None)
         if self._old is not None and self._new is not None:
             # A wildcard that nothing fills shows itself now, not at the first matching name.
-            self._new.fill(
-                {name: "0" for name in self._old.names}, ["0"] * sum(n.isdigit() for n in self._old.names)
-            )
+            self._new.fill(dict.fromkeys(self._old.names, "0"), ["0"] * sum(n.isdigit() for n in self._old.names))
 
     def __str__(self) -> str:
         old = self.old.pattern if isinstance(self.old, re.Pattern) else self.old
@@ -298,7 +296,9 @@ class Convert:
         if LAYOUTS.get(self.function_name) is not self.function:
             return self.sizes
         wanted = [
-            p.name for p in inspect.signature(self.function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
+            p.name
+            for p in inspect.signature(self.function).parameters.values()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
         ]
         sizes = {**sizes_from_config(config, wanted), **self.sizes}
         lacking = [name for name in wanted if name not in sizes]
@@ -393,7 +393,10 @@ class RuleMapper:
                     self._unused.pop(id(convert), None)
                     before = applied if candidate == renamed else []
                     return Claim(
-                        rules=(*before, f"{convert}{self._suffix}"), group=claim.group, slot=claim.slot, index=claim.index
+                        rules=(*before, f"{convert}{self._suffix}"),
+                        group=claim.group,
+                        slot=claim.slot,
+                        index=claim.index,
                     )
         if renamed == name:
             return None
@@ -468,12 +471,14 @@ def _parse_yaml(text: str, name: str) -> Any:
 def _rules_from_mapping(value: Mapping[str, Any]) -> Iterable[Rule]:
     unknown = sorted(map(str, set(value) - {"rename", "drop", "convert"}))
     if unknown:
-        raise RuleError(f"rules have no key {', '.join(map(repr, unknown))}; there are rename, drop, convert", hint=_FORM)
+        raise RuleError(
+            f"rules have no key {', '.join(map(repr, unknown))}; there are rename, drop, convert", hint=_FORM
+        )
     for entry in _entries(value.get("rename"), "rename"):
         if isinstance(entry, Mapping):
             # Either one {old: ..., new: ...} or any number of old: new.
             pairs = [(entry["old"], entry["new"])] if set(entry) == {"old", "new"} else list(entry.items())
-        elif isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:  # noqa: PLR2004 -- a pair
+        elif isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
             pairs = [(entry[0], entry[1])]
         else:
             raise RuleError(f"`rename:` takes old: new pairs, not {entry!r}")

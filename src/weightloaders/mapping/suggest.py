@@ -99,3 +99,21 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
     pool = [c for c in candidates if c.endswith(leaf)][:2000] or list(candidates[:2000])
     found = difflib.get_close_matches(name, pool, n=1, cutoff=0.6)
     return found[0] if found else None
+
+
+class FirstFitMapper:
+    """Strips or adds a known prefix for one name at a time, where exactly one result is the model's own name.
+
+    For streams, which can't be looked at as a whole.
+    """
+
+    automatic = True
+
+    def __init__(self, own: Collection[str], base_model_prefix: str | None) -> None:
+        self._own = own
+        self._prefixes = [PrefixMapper(rename) for rename in known_prefixes(base_model_prefix)]
+
+    def claim(self, name: str) -> Claim | None:
+        """See `Mapper.claim`."""
+        claims = {c.target: c for mapper in self._prefixes if (c := mapper.claim(name)) and c.target in self._own}
+        return next(iter(claims.values())) if len(claims) == 1 else None

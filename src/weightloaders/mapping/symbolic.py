@@ -13,12 +13,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # A transpose has a run an element. Up to here the runs are cheaper than a computation, beyond they are not.
 MAX_RUNS = 1 << 16
@@ -56,7 +58,7 @@ class SymbolicTensor(torch.Tensor):
         """The symbol for a whole source tensor."""
         return cls(shape, dtype, (Run(source, 0, math.prod(shape)),))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # noqa: ARG002 -- torch's signature
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"SymbolicTensor(shape={list(self.shape)}, dtype={self.dtype}, runs={len(self.runs)})"
 
     @classmethod

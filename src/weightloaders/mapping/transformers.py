@@ -11,7 +11,6 @@ import copy
 import functools
 import logging
 import re
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,8 @@ import torch
 from weightloaders.mapping.names import Claim, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,9 @@ class ConversionMapper:
             rules=(rule,),
         )
 
-    def _convert(self, tensors: Sequence[Sequence[torch.Tensor]], *, converter: Any, target: str) -> dict[str, torch.Tensor]:
+    def _convert(
+        self, tensors: Sequence[Sequence[torch.Tensor]], *, converter: Any, target: str
+    ) -> dict[str, torch.Tensor]:
         run = copy.deepcopy(converter)
         wanted = self._own[target].dtype if target in self._own else None
         for pattern, parts in zip(run.source_patterns, tensors, strict=True):

@@ -90,3 +90,27 @@ def swap_bytes(tensor: torch.Tensor) -> None:
     if tensor.numel() and width > 1:
         rows = tensor.detach().view(-1).view(torch.uint8).view(-1, width)
         rows.copy_(rows.flip(1))
+
+
+def same_values(a: TensorInfo, b: TensorInfo) -> bool:
+    """Whether two tensors hold the same values, bit for bit, compared in bounded memory."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.extents and a.extents == b.extents:
+        return True
+    if a.read is None and b.read is None and len(a.extents) == len(b.extents) == 1:
+        one, other = a.extents[0], b.extents[0]
+        if (one.stored_dtype, one.byteorder) == (other.stored_dtype, other.byteorder) and (
+            one.is_contiguous and other.is_contiguous
+        ):
+            return _same_bytes(one, other)
+    first, second = read_tensor(a).contiguous(), read_tensor(b).contiguous()
+    return memory_of(first) == memory_of(second)
+
+
+def _same_bytes(a: Extent, b: Extent) -> bool:
+    chunk = 1 << 22
+    return all(
+        a.source.read(a.offset + at, min(chunk, a.length - at)) == b.source.read(b.offset + at, min(chunk, a.length - at))
+        for at in range(0, a.length, chunk)
+    )

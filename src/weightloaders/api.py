@@ -1,0 +1,362 @@
+"""The functions that users call: open, plan, load, save."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightloaders.errors import ConfigError, SourceNotFoundError
+from weightloaders.loaders.base import BaseWeightLoader
+from weightloaders.loading import LoadContext, check_usable, load, make_plan
+from weightloaders.mapping.rules import parse_rules
+from weightloaders.offers import BUILT_IN, target_of
+from weightloaders.plan import Policies, PolicyOption
+from weightloaders.registry import WeightLoaderRegistry
+from weightloaders.skeleton import HUB_OPTIONS, build_skeleton, stored_dtype_of
+from weightloaders.targets import Targets
+from weightloaders.weights.safetensors import write_safetensors, write_sharded
+from weightloaders.weights.weights import Stream, Weights, as_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import nn
+
+    from weightloaders.loading.context import Verify
+    from weightloaders.plan import LoadPlan
+    from weightloaders.progress import ProgressOption
+    from weightloaders.report import LoadReport
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Weights:
+    """Open a source and say what it holds. No data is read.
+
+    Args:
+        source: A folder, a file, a hub id, whatever the loader understands.
+        loader: A loader's name, class or instance, or ``"package.module:Class"``.
+        **kwargs: The loader's options.
+
+    Returns:
+        The weights; close them, or use them as a context manager.
+
+    Raises:
+        SourceError: If the source is not there or not whole.
+        RegistryError: If there is no such loader.
+        OptionsError: If the options don't suit the loader.
+    """
+    found = WeightLoaderRegistry.resolve(loader, kwargs, source=str(source))
+    weights = as_weights(found.get_weights(str(source)), borrowed=bool(found.borrowed))
+    if isinstance(weights, Stream):
+        # A stream has no catalogue; opened for looking at, it is held.
+        return as_weights(dict(weights))  # type: ignore[return-value] -- a dict always becomes Weights
+    return weights
+
+
+def plan_load(
+    model: nn.Module,
+    weights: Weights | Mapping[str, torch.Tensor] | str | Path,
+    *,
+    rules: Any = None,
+    on_missing: PolicyOption = "error",
+    on_unexpected: PolicyOption = "warn",
+    on_mismatch: PolicyOption = "error",
+    loader: Any = "auto",
+    loader_kwargs: Mapping[str, Any] | None = None,
+) -> LoadPlan:
+    """Say what a load would do, from headers alone.
+
+    Args:
+        model: The model, on any device, meta included. It is not changed.
+        weights: `Weights`, a dict of tensors, or a source to be opened.
+        rules: Rules, as objects, as a mapping, as YAML or as a YAML file's path.
+        on_missing: ``"error"``, ``"warn"``, ``"ignore"``, or a dict of name pattern -> one of these.
+        on_unexpected: Likewise.
+        on_mismatch: Likewise.
+        loader: Who opens a source.
+        loader_kwargs: Options for it.
+
+    Returns:
+        The plan; `LoadPlan.run` carries it out as long as the weights are open.
+    """
+    if isinstance(weights, str | Path):
+        weights = open_weights(weights, loader, **(loader_kwargs or {}))
+    wrapped = as_weights(weights)
+    if isinstance(wrapped, Stream):
+        wrapped = as_weights(dict(wrapped))
+    context = LoadContext(parse_rules(rules), Policies(on_missing, on_unexpected, on_mismatch))
+    return make_plan(model, wrapped, context)  # type: ignore[arg-type] -- a dict always becomes Weights
+
+
+def load_into(
+    model: nn.Module,
+    source: Any,
+    *,
+    loader: Any = "auto",
+    loader_kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    rules: Any = None,
+    on_missing: PolicyOption = "error",
+    on_unexpected: PolicyOption = "warn",
+    on_mismatch: PolicyOption = "error",
+    progress: ProgressOption = None,
+    verify: Verify | None = None,
+) -> LoadReport:
+    """Fill any module in place.
+
+    Args:
+        model: Any ``nn.Module``. Parameters on meta are materialised.
+        source: A folder, a file, a hub id; or weights themselves: `Weights`, a dict of tensors, an iterable of pairs.
+        loader: A loader's name, class or instance, or ``"package.module:Class"``.
+        loader_kwargs: Its options.
+        device: Where meta parameters are materialised; default: the CPU.
+        rules: Rules, as objects, as a mapping, as YAML or as a YAML file's path.
+        on_missing: What is done about parameters that the source doesn't fill: ``"error"``, ``"warn"``, ``"ignore"``,
+            or a dict of name pattern -> one of these.
+        on_unexpected: Likewise for tensors that the model doesn't want.
+        on_mismatch: Likewise for tensors that don't fit.
+        progress: None: a bar on a terminal, a few log lines elsewhere; False: nothing; or a function.
+        verify: ``"finite"``: no NaN and no infinity; ``"sha256"``: the files match their checksums.
+
+    Raises:
+        PlanError: If something is missing or does not fit; nothing was touched.
+        LoadError: If something failed on the way; the model is marked as half-loaded.
+    """
+    context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
+    return _load(model, source, loader, loader_kwargs, context)
+
+
+def load_model(model: nn.Module, source: Any, **options: Any) -> nn.Module:
+    """Fill any module in place, switch it to evaluation, and return it. Takes what `load_into` takes."""
+    load_into(model, source, **options)
+    return model.eval()
+
+
+def from_pretrained(
+    source: str | Path | None,
+    *,
+    weights: Any = None,
+    loader: Any = "auto",
+    loader_kwargs: Mapping[str, Any] | None = None,
+    config: Any = None,
+    auto_class: Any = None,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+    rules: Any = None,
+    on_missing: PolicyOption = "error",
+    on_unexpected: PolicyOption = "warn",
+    on_mismatch: PolicyOption = "error",
+    progress: ProgressOption = None,
+    verify: Verify | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> tuple[nn.Module, LoadReport]:
+    """Build a transformers model from its config and fill it through any loader.
+
+    Args:
+        source: A folder or hub id with a config.
+        weights: Where the weights lie, if not with the config; or weights themselves.
+        loader: See `load_into`.
+        loader_kwargs: Its options.
+        config: A config, or where to find one, instead of the source's.
+        auto_class: The class to build; default: what the config names.
+        dtype: The parameters' dtype; ``"auto"``: the config's, else the stored one.
+        device: Where the model is to be.
+        rules: See `load_into`; so are the policies, ``progress`` and ``verify``.
+        on_missing: See `load_into`.
+        on_unexpected: See `load_into`.
+        on_mismatch: See `load_into`.
+        progress: See `load_into`.
+        verify: See `load_into`.
+        trust_remote_code: Whether code that comes with the model may run.
+        **model_kwargs: For the config, and for the model's constructor.
+
+    Returns:
+        The model, in evaluation mode, and the report.
+
+    Raises:
+        ModelError: If the model can't be built.
+        PlanError: If the weights don't fit it.
+    """
+    where = weights if weights is not None else source
+    if where is None:
+        raise SourceNotFoundError("neither a source nor weights were given")
+    options = dict(loader_kwargs or {})
+    context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
+    resolved = _resolve(where, loader, options)
+    skeleton = build_skeleton(
+        None if source is None else str(source),
+        config=config,
+        auto_class=auto_class,
+        dtype=dtype,
+        stored_dtype=lambda: _stored_dtype(where, resolved),
+        hub_options={key: options[key] for key in HUB_OPTIONS if key in options},
+        trust_remote_code=trust_remote_code,
+        **model_kwargs,
+    )
+    context = context.changed(dtypes=skeleton.dtypes, initialise=skeleton.initialise)
+    report = _load(skeleton.model, where, "auto" if resolved is None else resolved, None, context)
+    skeleton.finalise(report.loaded)
+    return skeleton.model, report
+
+
+def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB") -> tuple[Path, ...]:
+    """Write a model's parameters and persistent buffers as safetensors, atomically; tied ones once.
+
+    Args:
+        model: The model.
+        path: A folder (``model.safetensors``, or shards with an index), or a file that ends in ``.safetensors``. It may be
+            what the model was loaded from.
+        max_shard_size: Bytes a shard, as a number or like ``"5GB"``.
+
+    Returns:
+        The files written.
+
+    Raises:
+        HalfLoadedModelError: If the last load into the model failed on the way.
+        SaveError: If something can't be written; what was there before stays.
+    """
+    check_usable(model)
+    targets = Targets(model)
+    # Safetensors refuses two names for one memory, and who reads the file ties them again.
+    kept = [target for name, target in targets.by_name.items() if targets.canonical[name] == name]
+    path = Path(path)
+    tensors = {target.name: target.tensor.detach() for target in kept}
+    infos = [_Described(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    metadata = {"format": "pt"}
+    if path.suffix == ".safetensors":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_safetensors(path, infos, lambda name: tensors[name].cpu(), metadata)
+        return (path,)
+    path.mkdir(parents=True, exist_ok=True)
+    return write_sharded(
+        path, infos, lambda name: tensors[name].cpu(), max_shard_size=parse_size(max_shard_size), metadata=metadata
+    )
+
+
+def safetensors_weights_iterator(
+    folder: str | Path, *, progress: ProgressOption = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` one at a time, by the same file selection and checks as the ``local`` loader.
+
+    Args:
+        folder: A folder with safetensors files, or one file.
+        progress: As for `load_into`; True shows a bar.
+
+    Raises:
+        SourceNotFoundError: If there are none (it is also a FileNotFoundError).
+    """
+    weights = open_weights(folder, "local")
+    return _streamed(weights, progress)
+
+
+def _streamed(weights: Weights, progress: ProgressOption) -> Iterator[tuple[str, torch.Tensor]]:
+    from weightloaders.progress import Progress
+    from weightloaders.transfer.engine import ProgressEvent
+
+    total, done = weights.nbytes, 0
+    with weights, Progress(progress) as shown:
+        for name, tensor in weights.items():
+            done += tensor.nbytes
+            yield name, tensor
+            shown(ProgressEvent(done, total))
+
+
+# ------------------------------------------------------------------ helpers
+
+
+class _Described:
+    """A tensor to be written: name, dtype and shape."""
+
+    __slots__ = ("dtype", "name", "shape")
+
+    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.name, self.dtype, self.shape = name, dtype, shape
+
+
+def _context(
+    rules: Any,
+    on_missing: PolicyOption,
+    on_unexpected: PolicyOption,
+    on_mismatch: PolicyOption,
+    device: torch.device | str | None,
+    progress: ProgressOption,
+    verify: Any,
+) -> LoadContext:
+    if verify not in (None, "finite", "sha256"):
+        raise ConfigError(f"verify={verify!r}: None, 'finite' or 'sha256' is expected")
+    try:
+        where = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r}: {error}") from error
+    return LoadContext(
+        rules=parse_rules(rules),
+        policies=Policies(on_missing, on_unexpected, on_mismatch),
+        device=where,
+        progress=progress,
+        verify=verify,
+    )
+
+
+def _resolve(source: Any, loader: Any, options: Mapping[str, Any]) -> Any:
+    """The loader for a source; None where the weights themselves were given."""
+    if not isinstance(source, str | Path):
+        if options or loader != "auto":
+            raise ConfigError("weights themselves were given, so no loader takes part", hint="leave out the loader")
+        return None
+    return WeightLoaderRegistry.resolve(loader, options, source=str(source))
+
+
+def _load(
+    model: nn.Module, source: Any, loader: Any, options: Mapping[str, Any] | None, context: LoadContext
+) -> LoadReport:
+    resolved = _resolve(source, loader, options or {})
+    if resolved is None:
+        return load(model, _Given(source), "", context)
+    name = loader if isinstance(loader, str) and loader != "auto" else _name_of(resolved)
+    return load(model, resolved, str(source), context.changed(loader=name))
+
+
+def _name_of(loader: Any) -> str:
+    """A loader's name for the report: the built-in's, else its class's."""
+    return next((name for name, target in BUILT_IN.items() if target == target_of(type(loader))), type(loader).__name__)
+
+
+class _Given(BaseWeightLoader):
+    """Weights that were given directly, in a loader's place."""
+
+    def __init__(self, weights: Any) -> None:
+        self._weights = weights
+
+    def get_weights(self, model_name_or_path: str) -> Any:  # noqa: ARG002 -- there is nothing to look up
+        return self._weights
+
+
+def _stored_dtype(source: Any, resolved: Any) -> torch.dtype | None:
+    if resolved is None:
+        return stored_dtype_of(as_weights(source)) if not hasattr(source, "__next__") else None
+    weights = resolved.get_weights(str(source))
+    try:
+        return stored_dtype_of(weights)
+    finally:
+        if isinstance(weights, Weights):
+            weights.close()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes from a number or a text like ``"5GB"`` or ``"500 MiB"``.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None or float(match.group(1)) <= 0:
+        raise ConfigError(f"{size!r} is no size", hint="e.g. 5000000000, '5GB' or '500 MiB'")
+    return int(float(match.group(1)) * unit)

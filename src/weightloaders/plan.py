@@ -1,0 +1,394 @@
+"""`LoadPlan`: every byte's way from a source to a model, and everything found wrong on the way, before any is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightloaders.errors import PlanError, RuleError, UnknownTensorError
+from weightloaders.mapping.rules import Pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from weightloaders.targets import Target
+    from weightloaders.weights.info import TensorInfo
+
+Severity = Literal["error", "warning", "info"]
+Policy = Literal["error", "warn", "ignore"]
+PolicyOption = Policy | dict[str, Policy]
+
+_SEVERITIES: dict[str, Severity] = {"error": "error", "warn": "warning", "ignore": "info"}
+# A finding names this many tensors; the plan's lists have them all.
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that the plan found.
+
+    Attributes:
+        kind: ``missing``, ``unexpected``, ``shape``, ``dtype``, ``conflict``, ``incomplete``, ``rule``, ``nothing``,
+            ``cast``, ``rename``, ``tied``, ``derived`` or ``note``.
+        severity: ``error`` stops the load; ``warning`` and ``info`` are reported.
+        message: A sentence.
+        tensors: The tensors it is about.
+        file: The file at fault.
+        hint: What to do.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    tensors: tuple[str, ...] = ()
+    file: str | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.severity}: {self.message}"]
+        if self.file and self.file not in self.message:
+            lines.append(f"    file: {self.file}")
+        if self.hint:
+            lines.append(f"    what to do: {self.hint}")
+        return "\n".join(lines)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Some names as text, the rest as a number."""
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+class Policies:
+    """What is done about missing, unexpected and mismatched tensors.
+
+    Args:
+        missing: For parameters that the source doesn't fill.
+        unexpected: For tensors that the model doesn't want.
+        mismatched: For tensors of another shape or kind of number.
+
+    Each is ``"error"``, ``"warn"`` or ``"ignore"``, or a dict of name pattern -> one of these (the first that matches
+    counts; without a match the default does: error, warn, error).
+
+    Raises:
+        RuleError: If it is anything else.
+    """
+
+    def __init__(
+        self, missing: PolicyOption = "error", unexpected: PolicyOption = "warn", mismatched: PolicyOption = "error"
+    ) -> None:
+        self._missing = _policy("on_missing", missing, "error")
+        self._unexpected = _policy("on_unexpected", unexpected, "warn")
+        self._mismatched = _policy("on_mismatch", mismatched, "error")
+
+    def missing(self, name: str) -> Severity:
+        """The severity of a missing parameter."""
+        return self._missing(name)
+
+    def unexpected(self, name: str) -> Severity:
+        """The severity of an unexpected tensor."""
+        return self._unexpected(name)
+
+    def mismatched(self, name: str) -> Severity:
+        """The severity of a mismatch."""
+        return self._mismatched(name)
+
+
+def _policy(option: str, value: Any, default: Policy) -> Callable[[str], Severity]:
+    allowed = "allowed are 'error', 'warn', 'ignore', or a dict of name pattern -> one of these"
+    pairs = list(value.items()) if isinstance(value, dict) else [("**", value)]
+    compiled = []
+    for pattern, policy in pairs:
+        if policy not in _SEVERITIES:
+            raise RuleError(f"{option}={policy!r}: {allowed}")
+        compiled.append((Pattern(pattern).anywhere, _SEVERITIES[policy]))
+
+    def severity(name: str) -> Severity:
+        return next((s for pattern, s in compiled if pattern.search(name + ".")), _SEVERITIES[default])
+
+    return severity
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``length`` elements of a source tensor from ``source_start`` on, to ``target_start`` on, both in row-major order."""
+
+    info: TensorInfo
+    source_start: int
+    target_start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """Fill one target with pieces of source tensors; nothing is computed, at most cast."""
+
+    target: Target
+    pieces: tuple[Piece, ...]
+    rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep:
+    """Read source tensors, run a function on them, copy its results into targets."""
+
+    targets: Mapping[str, Target]
+    sources: tuple[TensorInfo | tuple[TensorInfo, ...], ...]
+    function: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
+    rules: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStep:
+    """Hand a source tensor to the parameter's own ``weight_loader``."""
+
+    target: Target
+    info: TensorInfo
+    shard_id: Any = None
+    rules: tuple[str, ...] = ()
+
+
+Step = CopyStep | ComputeStep | CallStep
+
+
+def step_targets(step: Step) -> list[Target]:
+    """What a step fills."""
+    return list(step.targets.values()) if isinstance(step, ComputeStep) else [step.target]
+
+
+def step_infos(step: Step) -> list[TensorInfo]:
+    """What a step reads."""
+    if isinstance(step, CopyStep):
+        return list({id(p.info): p.info for p in step.pieces}.values())
+    if isinstance(step, CallStep):
+        return [step.info]
+    return [i for s in step.sources for i in (s if isinstance(s, tuple) else (s,))]
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """What a load would do.
+
+    Attributes:
+        steps: What is to be read, and where it goes.
+        findings: Everything worth saying, errors first.
+        missing: Parameters that the source doesn't fill.
+        unexpected: Source tensors that the model doesn't want.
+        mismatched: Tensors whose shape or kind of number doesn't fit.
+        unfilled: Parameters left unfilled on purpose (by a policy).
+        cast: Parameter -> stored dtype and its own.
+        tied: Parameter -> the one whose memory or value it shares.
+        renamed: Source name -> the model's name, where they differ.
+        dropped: Source tensors left out by a rule.
+        skipped_files: Files of the source left out, with the reason.
+        decided_by: What decided about names and layouts, in order.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    unfilled: list[str] = field(default_factory=list)
+    cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    skipped_files: dict[str, str] = field(default_factory=dict)
+    decided_by: list[str] = field(default_factory=list)
+    runner: Callable[[LoadPlan, Any], Any] | None = field(default=None, repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found that stops the load."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """The findings that stop the load."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def loaded(self) -> list[str]:
+        """Names that the steps fill."""
+        return list(dict.fromkeys(target.name for step in self.steps for target in step_targets(step)))
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes that running the plan reads from its sources."""
+        total = 0
+        for step in self.steps:
+            if isinstance(step, CopyStep):
+                total += sum(p.length * _stored_size(p.info) for p in step.pieces)
+            else:
+                total += sum(info.bytes_stored for info in step_infos(step))
+        return total
+
+    def raise_if_errors(self) -> None:
+        """Raise what stops the load, if anything does.
+
+        Raises:
+            PlanError: With the plan and all its errors. No parameter was touched.
+        """
+        errors = self.errors
+        if not errors:
+            return
+        first = errors[0]
+        body = "\n".join(f"- {finding.message}" + _details(finding) for finding in errors)
+        raise PlanError(
+            f"the checkpoint does not fit the model; nothing was changed\n{body}",
+            plan=self,
+            file=first.file,
+            tensor=first.tensors[0] if first.tensors else None,
+        )
+
+    def run(self, model: torch.nn.Module) -> Any:
+        """Carry the plan out.
+
+        Args:
+            model: The model it was made for.
+
+        Returns:
+            A `LoadReport`.
+
+        Raises:
+            PlanError: If the plan has errors, or the model is another one.
+            LoadError: If reading fails on the way.
+        """
+        self.raise_if_errors()
+        if self.runner is None:
+            raise PlanError("this plan has nothing that could run it", plan=self, hint="make it with `plan_load`")
+        return self.runner(self, model)
+
+    def explain(self, name: str) -> str:
+        """How one parameter is filled: from which file and bytes, through which rules.
+
+        Raises:
+            UnknownTensorError: If the plan knows nothing of that name.
+        """
+        for step in self.steps:
+            for target in step_targets(step):
+                if target.name == name or self.renamed.get(name) == target.name:
+                    return _explain_step(step, target)
+        if name in self.tied:
+            return f"{name}\n  shares its memory or value with {self.tied[name]}"
+        for label, names in (
+            ("missing: the source has nothing for it", self.missing),
+            ("unexpected: the model does not want it", self.unexpected),
+            ("dropped by a rule", self.dropped),
+        ):
+            if name in names:
+                return f"{name}\n  {label}"
+        raise UnknownTensorError(f"the plan has nothing named {name!r}", tensor=name)
+
+    def to_json(self) -> str:
+        """The plan as a JSON document: lists, findings, and every step with its files and byte ranges."""
+        return json.dumps(
+            {
+                "ok": self.ok,
+                "decided_by": self.decided_by,
+                "bytes_to_read": self.bytes_to_read,
+                "missing": self.missing,
+                "unexpected": self.unexpected,
+                "mismatched": self.mismatched,
+                "unfilled": self.unfilled,
+                "dropped": self.dropped,
+                "tied": self.tied,
+                "renamed": self.renamed,
+                "cast": {name: [str(a), str(b)] for name, (a, b) in self.cast.items()},
+                "skipped_files": self.skipped_files,
+                "findings": [
+                    {
+                        "kind": f.kind, "severity": f.severity, "message": f.message, "tensors": list(f.tensors),
+                        "file": f.file, "hint": f.hint,
+                    }
+                    for f in self.findings
+                ],
+                "steps": [_step_as_data(step) for step in self.steps],
+            },
+            indent=2,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        lines = [
+            f"{len(self.loaded)} parameters from {self.bytes_to_read:,} bytes"
+            + (f", decided by {', '.join(self.decided_by)}" if self.decided_by else ""),
+            *(
+                f"{label}: {len(names)} ({listed(list(names))})"
+                for label, names in (
+                    ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched),
+                    ("dropped", self.dropped), ("tied", list(self.tied)), ("cast", list(self.cast)),
+                )
+                if names
+            ),
+            *map(str, self.findings),
+        ]  # fmt: skip
+        return "\n".join(lines)
+
+
+def _details(finding: Finding) -> str:
+    lines = ""
+    if finding.file and finding.file not in finding.message:
+        lines += f"\n    file: {finding.file}"
+    if finding.hint:
+        lines += f"\n    what to do: {finding.hint}"
+    return lines
+
+
+def _stored_size(info: TensorInfo) -> int:
+    return info.extents[0].stored_dtype.itemsize if info.is_raw and info.extents else info.dtype.itemsize
+
+
+def describe_source(info: TensorInfo) -> str:
+    """Where a tensor lies, in words."""
+    if not info.is_raw or not info.extents:
+        return f"{info.name} (made by its loader)" if not info.is_raw else f"{info.name} (empty)"
+    first = info.extents[0]
+    more = f" and {len(info.extents) - 1} more extents" if len(info.extents) > 1 else ""
+    return f"{info.name} in {first.source.name}, bytes {first.offset} to {first.offset + first.length}{more}"
+
+
+def _explain_step(step: Step, target: Target) -> str:
+    lines = [f"{target.name}  {list(target.shape)} {target.dtype}"]
+    if isinstance(step, CopyStep):
+        for piece in step.pieces[:_SHOWN]:
+            lines.append(
+                f"  elements {piece.target_start} to {piece.target_start + piece.length} "
+                f"from elements {piece.source_start} to {piece.source_start + piece.length} of {describe_source(piece.info)}"
+            )
+        if len(step.pieces) > _SHOWN:
+            lines.append(f"  and {len(step.pieces) - _SHOWN} more pieces")
+    else:
+        how = (
+            "handed to the parameter's own weight_loader" if isinstance(step, CallStep) else f"computed ({step.reason})"
+        )
+        lines.append(f"  {how} from:")
+        lines.extend(f"    {describe_source(info)}" for info in step_infos(step)[:_SHOWN])
+    lines.extend(f"  by {rule}" for rule in step.rules)
+    return "\n".join(lines)
+
+
+def _step_as_data(step: Step) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "kind": {CopyStep: "copy", ComputeStep: "compute", CallStep: "call"}[type(step)],
+        "targets": [target.name for target in step_targets(step)],
+        "rules": list(step.rules),
+    }
+    if isinstance(step, CopyStep):
+        data["pieces"] = [
+            {
+                "source": p.info.name,
+                "files": [[e.source.name, e.offset, e.length] for e in p.info.extents],
+                "from": p.source_start,
+                "to": p.target_start,
+                "elements": p.length,
+            }
+            for p in step.pieces
+        ]
+    else:
+        data["sources"] = [info.name for info in step_infos(step)]
+    return data

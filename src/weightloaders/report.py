@@ -1,0 +1,96 @@
+"""`LoadReport`: what a load did."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_SHOWN = 8
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes for people, in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What a load did, for people (`str`) and for programs (`to_json`, or the fields).
+
+    Attributes:
+        loaded: Parameters and buffers that were filled.
+        missing: Parameters that the source did not fill (allowed by a policy, or the load would have failed).
+        unexpected: Tensors that the model did not want.
+        mismatched: Tensors that did not fit (allowed by a policy).
+        initialised: Missing parameters that were initialised as their module would.
+        skipped_files: Files of the source left out, with the reason.
+        cast: Parameter -> stored dtype and its own, as text.
+        tied: Parameter -> the one whose memory or value it shares.
+        renamed: Source name -> the model's name, where they differ.
+        dropped: Tensors left out by a rule.
+        replaced: Parameters that are new objects in the model (where identity could not be kept).
+        warnings: Sentences worth reading.
+        decided_by: What decided about names and layouts.
+        loader: Name of the loader, where there was one.
+        sources: Parameter -> where its bytes came from and by which rules, as text.
+        bytes_read: Bytes read from the source.
+        seconds: From the first step to the last, in seconds.
+        extra_memory: Most bytes that the transfer held at one time beside the model itself.
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    initialised: list[str] = field(default_factory=list)
+    skipped_files: dict[str, str] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    decided_by: list[str] = field(default_factory=list)
+    loader: str | None = None
+    sources: dict[str, str] = field(default_factory=dict)
+    bytes_read: int = 0
+    seconds: float = 0.0
+    extra_memory: int = 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes read in a second; 0 where no time was measured."""
+        return self.bytes_read / self.seconds if self.seconds > 0 else 0.0
+
+    def to_json(self) -> str:
+        """All fields as a JSON document."""
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, str]] = [
+            ("tensors", f"{len(self.loaded):,} loaded" + (f" by {self.loader}" if self.loader else "")),
+            ("bytes", f"{self.bytes_read:,} ({bytes_text(self.bytes_read)})"),
+            ("seconds", f"{self.seconds:.3f} ({self.bytes_per_second / 1e9:.2f} GB/s)"),
+            ("extra memory", bytes_text(self.extra_memory)),
+        ]
+        names: list[tuple[str, Any]] = [
+            ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched),
+            ("initialised", self.initialised), ("tied", self.tied), ("cast", self.cast), ("renamed", self.renamed),
+            ("dropped", self.dropped), ("replaced", self.replaced), ("skipped files", self.skipped_files),
+        ]  # fmt: skip
+        rows.extend((label, _named(value)) for label, value in names if value)
+        if self.decided_by:
+            rows.append(("decided by", ", ".join(self.decided_by)))
+        rows.extend(("warning", warning) for warning in self.warnings)
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _named(names: Any) -> str:
+    shown = ", ".join(list(names)[:_SHOWN])
+    return f"{len(names):,}: {shown}" + (", ..." if len(names) > _SHOWN else "")

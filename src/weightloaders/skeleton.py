@@ -1,0 +1,274 @@
+"""A transformers model without weights: built on meta from its config, and finalised once the weights are in.
+
+What comes out equals what transformers' own ``from_pretrained`` builds, to the bit. Some of the pieces it takes are not
+public in transformers (verified with 5.24); where one is not there, the model is built on the CPU the public way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightloaders.errors import ModelError, SourceError
+from weightloaders.mapping.transformers import tied_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# Options of the hub that find a config as well as weights.
+HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """A model to be filled.
+
+    Attributes:
+        model: The model, on meta (or on the CPU where it could not be built on meta).
+        dtypes: The dtype of parameters where it differs from what the model has now.
+    """
+
+    model: nn.Module
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+
+    def initialise(self, model: nn.Module, gaps: list[str]) -> None:
+        """Compute buffers, and initialise the named gaps as transformers would, before any weight moves."""
+        if not _on_meta_or_marked(model):
+            return
+        device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+        tied = set(tied_names(model))
+        for name, tensor in _named(model):
+            if name not in gaps or name in tied:
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001 -- transformers' own mark
+        for name, buffer in model.named_non_persistent_buffers():  # type: ignore[operator]
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path)._buffers[key] = torch.empty_like(buffer, device=device)  # noqa: SLF001 -- see above
+        model.initialize_weights()  # type: ignore[operator]
+
+    def finalise(self, filled: Iterable[str]) -> None:
+        """Tie what the config ties, once the weights are in, and switch to evaluation."""
+        model: Any = self.model
+        missing = {name for name, _ in _named(model)} - set(filled)
+        if tied_names(model):
+            model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        model.eval()
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _on_meta_or_marked(model: nn.Module) -> bool:
+    return hasattr(model, "named_non_persistent_buffers") and hasattr(model, "initialize_weights")
+
+
+def build_skeleton(
+    source: str | None,
+    *,
+    config: Any = None,
+    auto_class: Any = None,
+    dtype: torch.dtype | str = "auto",
+    stored_dtype: Callable[[], torch.dtype | None] | None = None,
+    hub_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> Skeleton:
+    """Build a transformers model from its config, without weights.
+
+    Args:
+        source: A folder or hub id with a config.
+        config: A config object, or where to find one, instead of the source's.
+        auto_class: The class to build: a model class, an ``AutoModelFor...`` class, or the name of either. Default: the
+            first of the config's ``architectures``.
+        dtype: The parameters' dtype; ``"auto"``: the config's, else that of the stored weights, else float32.
+        stored_dtype: Tells the dtype of the stored weights; asked only if it is needed.
+        hub_options: ``revision``, ``cache_dir``, ``token``, ``subfolder``, ``local_files_only``.
+        trust_remote_code: Whether code that comes with the model may run.
+        **model_kwargs: For the config, and for the model's constructor.
+
+    Raises:
+        ModelError: If there is no usable config, or transformers has no such class.
+    """
+    hub = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
+    config, model_kwargs = _config(source, config, hub, trust_remote_code, model_kwargs)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{source or 'the config'} describes a quantised model, which can't be built yet",
+            hint="convert the checkpoint to plain weights first, or load it into your own module with load_into",
+        )
+    model_class = _model_class(config, auto_class, source, trust_remote_code, hub)
+    dtype = _dtype(dtype, config, stored_dtype)
+    config = copy.deepcopy(config)
+    model = _on_meta(model_class, config, dtype, model_kwargs)
+    _add_generation_config(model, source, hub)
+    return Skeleton(model, _kept_dtypes(model, dtype))
+
+
+def _config(
+    source: str | None, config: Any, hub: Mapping[str, Any], trust: bool, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    from transformers import AutoConfig, PreTrainedConfig
+
+    kwargs = dict(kwargs)
+    attention = kwargs.pop("attn_implementation", None)
+    if not isinstance(config, PreTrainedConfig):
+        where = source if config is None else str(config)
+        if where is None:
+            raise ModelError("neither a source nor a config was given", hint="name a folder with a config.json")
+        try:
+            config, kwargs = AutoConfig.from_pretrained(
+                _plain_name(where), return_unused_kwargs=True, trust_remote_code=trust, **hub, **kwargs
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(
+                f"there is no usable config in {where}: {_first_line(error)}",
+                file=where,
+                hint="give config=<folder or config object>, or name a folder that has a config.json",
+            ) from error
+    if attention is not None:
+        config._attn_implementation = attention  # noqa: SLF001 -- what `from_pretrained` sets for this argument
+    return config, kwargs
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("hf://")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _model_class(config: Any, auto_class: Any, source: str | None, trust: bool, hub: Mapping[str, Any]) -> Any:
+    import transformers
+
+    wanted = auto_class
+    if wanted is None:
+        names = getattr(config, "architectures", None) or []
+        if not names:
+            raise ModelError(
+                f"the config of {source or 'the model'} names no architecture",
+                hint="say which class to build, e.g. auto_class='AutoModelForCausalLM'",
+            )
+        if trust and getattr(config, "auto_map", None):
+            return _remote_class(config, source, hub)
+        wanted = names[0]
+    if isinstance(wanted, str):
+        found = getattr(transformers, wanted, None)
+        if found is None:
+            raise ModelError(
+                f"transformers {transformers.__version__} has no class {wanted!r}",
+                hint="a newer transformers may have it; code that comes with a model needs trust_remote_code=True",
+            )
+        wanted = found
+    mapping = getattr(wanted, "_model_mapping", None)
+    if mapping is None:
+        return wanted
+    try:
+        found = mapping[type(config)]
+    except KeyError as error:
+        raise ModelError(f"{wanted.__name__} has no model for a {type(config).__name__}") from error
+    return found[0] if isinstance(found, tuple | list) else found
+
+
+def _remote_class(config: Any, source: str | None, hub: Mapping[str, Any]) -> Any:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    references = {k: v for k, v in config.auto_map.items() if k.startswith("AutoModel")}
+    preferred = next((k for k in ("AutoModelForCausalLM", "AutoModel") if k in references), next(iter(references), None))
+    if preferred is None:
+        raise ModelError(f"the config of {source} brings code, but none for a model: {config.auto_map}")
+    reference = references[preferred]
+    options = {k: v for k, v in hub.items() if k in ("revision", "cache_dir", "token", "local_files_only")}
+    return get_class_from_dynamic_module(reference, _plain_name(str(source or config.name_or_path)), **options)
+
+
+def _dtype(
+    dtype: torch.dtype | str, config: Any, stored: Callable[[], torch.dtype | None] | None
+) -> torch.dtype:
+    if isinstance(dtype, str) and dtype != "auto":
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ModelError(f"torch has no dtype {dtype!r}", hint="e.g. 'bfloat16', 'float16', 'float32' or 'auto'")
+        dtype = found
+    if dtype == "auto":
+        declared = getattr(config, "dtype", None)
+        if isinstance(declared, str):
+            declared = getattr(torch, declared, None)
+        dtype = declared or (stored() if stored is not None else None) or torch.float32
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"a model's dtype is a floating-point dtype or 'auto', not {dtype!r}")
+    return dtype
+
+
+def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> nn.Module:
+    try:
+        contexts = model_class.get_init_context(dtype, False, False, False)
+    except (AttributeError, TypeError):
+        logger.info("transformers builds models in another way now; this one is built on the CPU first")
+        return _constructed(lambda: model_class._from_config(config, dtype=dtype, **kwargs), model_class)  # type: ignore[no-any-return]  # noqa: SLF001 -- the public AutoModel.from_config forwards to it
+    config = model_class._autoset_attn_implementation(config) if _old(model_class) else config  # noqa: SLF001 -- see above
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        model: nn.Module = _constructed(lambda: model_class(config, **kwargs), model_class)
+    return model
+
+
+def _old(model_class: Any) -> bool:
+    return hasattr(model_class, "_autoset_attn_implementation")
+
+
+def _constructed(build: Callable[[], Any], model_class: Any) -> Any:
+    try:
+        return build()
+    except (TypeError, ValueError, ImportError, AttributeError, KeyError) as error:
+        raise ModelError(
+            f"{model_class.__name__} can't be built from this config: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _kept_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Parameters that stay float32 whatever the model's dtype is."""
+    plan = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
+    if not plan:
+        return {}
+    patterns = [(re.compile(pattern.replace("*", ".*")), kept) for pattern, kept in plan.items()]
+    kept_dtypes = {}
+    for name, _ in _named(model):
+        kept = next((kept for pattern, kept in patterns if pattern.search(name)), None)
+        if kept is not None:
+            kept_dtypes[name] = kept
+    return kept_dtypes
+
+
+def _add_generation_config(model: Any, source: str | None, hub: Mapping[str, Any]) -> None:
+    """``generation_config.json`` is a file of its own, which the constructor does not read."""
+    if source is None or not callable(getattr(model, "can_generate", None)) or not model.can_generate():
+        return
+    from transformers import GenerationConfig
+
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(_plain_name(source), **hub)
+    except OSError:
+        logger.debug("%s has no generation config; the model's defaults stay", source)
+
+
+def stored_dtype_of(weights: Any) -> torch.dtype | None:
+    """The dtype of the first floating-point tensor of a catalogue."""
+    try:
+        infos = weights.infos()
+    except (AttributeError, SourceError):
+        return None
+    return next((info.dtype for info in infos if info.dtype.is_floating_point), None)

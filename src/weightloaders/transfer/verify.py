@@ -1,0 +1,93 @@
+"""Verification on request: finite values after a load, checksums of the files before it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightloaders.errors import LoadError, SourceReadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weightloaders.targets import Target
+    from weightloaders.weights.source import ByteSource
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CHUNK = 1 << 24
+
+
+def check_finite(targets: Iterable[Target]) -> None:
+    """Raise `LoadError` naming the parameters that hold NaN or infinity."""
+    bad = []
+    for target in targets:
+        tensor = target.tensor.detach()
+        if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+            continue
+        flat = tensor.reshape(-1)
+        # Codes of 8 bits have no isfinite of their own; chunks keep the extra memory small.
+        parts = (flat[at : at + _CHUNK] for at in range(0, flat.numel(), _CHUNK))
+        if not all(bool(torch.isfinite(p.float() if p.element_size() == 1 else p).all()) for p in parts):
+            bad.append(target.name)
+    if bad:
+        raise LoadError(
+            f"verify='finite': {len(bad)} parameters hold NaN or infinity: {', '.join(bad[:8])}",
+            tensor=bad[0],
+            written=tuple(bad),
+            hint="the checkpoint is damaged, or a cast overflowed; load it in the dtype it is stored in",
+        )
+
+
+def check_sha256(sources: Iterable[ByteSource]) -> dict[str, str]:
+    """Hold each file against the sha256 that is known for it.
+
+    Known are: the blob's name in the hub's cache, ``<file>.sha256`` beside the file, and ``SHA256SUMS`` in its folder.
+
+    Returns:
+        File -> its sha256.
+
+    Raises:
+        SourceReadError: If a file has another sha256, or none is known for it. Nothing was touched.
+    """
+    found = {}
+    for source in sources:
+        expected = expected_sha256(Path(source.name))
+        if expected is None:
+            raise SourceReadError(
+                f"verify='sha256': no checksum is known for {source.name}",
+                file=source.name,
+                hint="put <file>.sha256 beside it or SHA256SUMS into its folder, or load without verify",
+            )
+        digest = hashlib.sha256()
+        for at in range(0, source.size, _CHUNK):
+            digest.update(source.read(at, min(_CHUNK, source.size - at)))
+        if digest.hexdigest() != expected:
+            raise SourceReadError(
+                f"verify='sha256': {source.name} has the checksum {digest.hexdigest()}, not {expected}",
+                file=source.name,
+                hint="the file is damaged or was exchanged; fetch it again",
+            )
+        found[source.name] = expected
+    return found
+
+
+def expected_sha256(path: Path) -> str | None:
+    """The sha256 that is known for a file, if any is."""
+    resolved = path.resolve().name
+    if _SHA256.fullmatch(resolved):
+        return resolved
+    for manifest in (path.with_name(path.name + ".sha256"), path.with_name("SHA256SUMS")):
+        try:
+            lines = manifest.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            continue
+        for line in lines:
+            digest, _, name = line.strip().partition(" ")
+            alone = manifest.name != "SHA256SUMS" and not name.strip()
+            if _SHA256.fullmatch(digest) and (alone or name.strip().lstrip("*") == path.name):
+                return digest
+    return None
