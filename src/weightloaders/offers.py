@@ -1,0 +1,257 @@
+"""Who offers which loader, and what a name means.
+
+A name is looked for in this order, and the first place that has it decides:
+
+1. loaders that this process registered itself,
+2. the built-ins,
+3. entry points of installed distributions (group ``weightloaders.loaders``), each imported only when it is chosen,
+4. loaders that hook plugins register (`weightloaders.hooks.HookSpecs.register_loaders`).
+
+So nothing that is installed can shadow a built-in, and what a name means does not depend on what was imported before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightloaders import __version__, hooks
+from weightloaders.discovery import DISABLE_VARIABLE, KNOWN_PACKAGES, Plugin, did_you_mean, imported, installed
+from weightloaders.errors import (
+    BrokenPluginError,
+    LoaderConflictError,
+    LoaderContractError,
+    LoaderDisabledError,
+    LoaderNameError,
+    UnknownLoaderError,
+)
+from weightloaders.loaders.base import BaseWeightLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from weightloaders.loaders.options import LoaderFactory
+
+GROUP = "weightloaders.loaders"
+OWN_DISTRIBUTION = "weightloaders"
+
+# The same as the entry points in pyproject.toml: a source tree or a frozen program has no metadata to read.
+BUILT_IN = {
+    "auto": "weightloaders.loaders.auto:AutoLoader",
+    "binary": "weightloaders.loaders.binary:BinaryLoader",
+    "dummy": "weightloaders.loaders.dummy:DummyLoader",
+    "hf": "weightloaders.loaders.hf:HuggingFaceLoader",
+    "local": "weightloaders.loaders.local:LocalLoader",
+    "torch": "weightloaders.loaders.torch:TorchLoader",
+}
+
+Origin = Literal["built-in", "entry point", "hook", "run time"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A loader that somebody offers under a name.
+
+    Args:
+        plugin: The name, and where it comes from.
+        origin: What kind of place that is.
+        loader: The loader itself, where it is in hand already.
+    """
+
+    plugin: Plugin
+    origin: Origin
+    loader: LoaderFactory | None = None
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self.plugin.name
+
+    @property
+    def is_third_party(self) -> bool:
+        """Whether it is installed and not ours."""
+        return self.origin in ("entry point", "hook")
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether ``WEIGHTLOADERS_DISABLE`` applies to it."""
+        return self.plugin.is_disabled(built_in=self.origin == "built-in")
+
+    @property
+    def culprit(self) -> str | None:
+        """The plugin to name in errors; None for what is ours or the program's own."""
+        return self.plugin.label if self.is_third_party else None
+
+    def load(self) -> LoaderFactory:
+        """Import the loader, and see that it is one.
+
+        Raises:
+            BrokenPluginError: If it can't be imported.
+            LoaderContractError: If it is no loader.
+        """
+        return checked(imported(self.plugin) if self.loader is None else self.loader, self.culprit)
+
+    def __str__(self) -> str:
+        owner = "the built-in" if self.origin == "built-in" else f"{self.plugin.label}'s"
+        return f"{owner} {self.plugin.target}"
+
+
+def checked(loader: Any, plugin: str | None = None) -> LoaderFactory:
+    """The loader itself, if it keeps the contract.
+
+    Raises:
+        LoaderContractError: If it is a class that is no loader or is abstract, or can't be called at all.
+    """
+    if isinstance(loader, type):
+        if not issubclass(loader, BaseWeightLoader):
+            raise LoaderContractError(
+                f"{loader.__qualname__} is no loader: it does not derive from BaseWeightLoader",
+                plugin=plugin,
+                hint="derive it from weightloaders.BaseWeightLoader, or register a function that returns a loader",
+            )
+        if inspect.isabstract(loader):
+            missing = ", ".join(sorted(loader.__abstractmethods__))
+            raise LoaderContractError(f"the loader {loader.__qualname__} does not define {missing}", plugin=plugin)
+    elif not callable(loader) or isinstance(loader, BaseWeightLoader):
+        raise LoaderContractError(
+            f"a loader is a class derived from BaseWeightLoader, or a factory of such loaders, not {loader!r}",
+            plugin=plugin,
+        )
+    factory: LoaderFactory = loader
+    return factory
+
+
+def target_of(loader: Any) -> str:
+    """``"package.module:Class"`` for a class or a factory."""
+    loader = loader.func if isinstance(loader, partial) else loader
+    kind = loader if hasattr(loader, "__qualname__") else type(loader)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+# ------------------------------------------------------------------ the places
+
+
+def built_ins() -> list[Offer]:
+    """The loaders of this package."""
+    return [Offer(Plugin(n, t, OWN_DISTRIBUTION, __version__), "built-in") for n, t in BUILT_IN.items()]
+
+
+def entry_points() -> list[Offer]:
+    """What installed distributions declare; nothing is imported."""
+    # Our own distribution declares the built-ins, which the table has already.
+    return [Offer(p, "entry point") for p in installed(GROUP) if not p.comes_from(OWN_DISTRIBUTION)]
+
+
+def from_hooks(*, load: bool) -> list[Offer]:
+    """What hook plugins have registered.
+
+    Args:
+        load: Whether to import the plugins, if that was not done before.
+    """
+    return [
+        Offer(Plugin(name, target_of(loader), hook.plugin.distribution, hook.plugin.version), "hook", loader)
+        for hook in (hooks.load_plugins() if load else hooks.known_plugins())
+        for name, loader in hook.loaders
+    ]
+
+
+def ranks(registered: Mapping[str, Offer]) -> list[Callable[[], list[Offer]]]:
+    """The places in which a name is looked for, first place first; each is asked only if those before lack it."""
+    return [lambda: list(registered.values()), built_ins, entry_points, partial(from_hooks, load=True)]
+
+
+# ------------------------------------------------------------------ what a name means
+
+
+def find(name: str, registered: Mapping[str, Offer]) -> Offer:
+    """The one offer that a name means.
+
+    Args:
+        name: A loader's name, ``"distribution:name"`` or ``"package.module:Class"``.
+        registered: What this process registered itself.
+
+    Raises:
+        UnknownLoaderError: If nobody has that name.
+        LoaderConflictError: If two distributions offer it.
+        LoaderDisabledError: If it is disabled.
+        BrokenPluginError: If ``"package.module:Class"`` can't be imported.
+    """
+    if not isinstance(name, str):
+        raise LoaderNameError(f"a loader is asked for by a name, not by {name!r}")
+    distribution, colon, bare = name.rpartition(":")
+    disabled: list[Offer] = []
+    for rank in ranks(registered):
+        matching = [o for o in rank() if o.name == bare and (not colon or o.plugin.comes_from(distribution))]
+        usable = [o for o in matching if not o.is_disabled]
+        if len(usable) > 1:
+            raise LoaderConflictError(conflict(usable), hint=way_out(usable))
+        if usable:
+            return usable[0]
+        disabled += matching
+    if disabled:
+        raise _disabled(disabled[0])
+    if name.count(":") == 1 and all(part.isidentifier() for part in name.replace(":", ".").split(".")):
+        return _by_target(name)
+    raise unknown(name, registered)
+
+
+def _by_target(target: str) -> Offer:
+    for offer in (*built_ins(), *entry_points()):
+        if offer.plugin.target == target and offer.is_disabled:
+            raise _disabled(offer)
+    plugin = Plugin(target, target)
+    try:
+        return Offer(plugin, "run time", imported(plugin))
+    except BrokenPluginError as error:
+        cause = error.__cause__
+        module = target.partition(":")[0]
+        absent = isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}.")
+        if absent or (isinstance(cause, AttributeError) and module in sys.modules):
+            raise UnknownLoaderError(
+                f"there is no loader {target!r}: {cause}",
+                hint="it is read as 'package.module:Class', and the module must be importable in this process",
+            ) from cause
+        raise
+
+
+def conflict(offers: Iterable[Offer]) -> str:
+    """What is wrong where several distributions offer one name."""
+    offers = list(offers)
+    return f"several distributions offer a loader named {offers[0].name!r}: {', '.join(map(str, offers))}"
+
+
+def way_out(offers: Iterable[Offer]) -> str:
+    """What to do about a conflict."""
+    choices = dict.fromkeys(f"'{o.plugin.distribution}:{o.name}'" for o in offers)
+    return f"pick one as {' or '.join(choices)}, or disable or uninstall the other"
+
+
+def unknown(name: str, registered: Mapping[str, Offer]) -> UnknownLoaderError:
+    """The error for a name that nobody has: the nearest names, all names, plugins that failed, what to install."""
+    available = names((*registered.values(), *built_ins(), *entry_points(), *from_hooks(load=False)))
+    message = f"no loader is named {name!r}{did_you_mean(name, available)} (available: {', '.join(available)})"
+    for hook in hooks.known_plugins():
+        if hook.status == "broken":
+            message += f"\n  a plugin that might have brought it is broken: {hook.error}"
+    package = KNOWN_PACKAGES.get(name)
+    elsewhere = (
+        "a loader that another process registered is not known in this one: name it as 'package.module:Class', "
+        "or declare it as an entry point"
+    )
+    return UnknownLoaderError(message, hint=f"pip install {package}" if package else elsewhere)
+
+
+def names(offers: Iterable[Offer]) -> list[str]:
+    """The names that can be asked for, sorted."""
+    return sorted({o.name for o in offers if o.plugin.problem is None and not o.is_disabled})
+
+
+def _disabled(offer: Offer) -> LoaderDisabledError:
+    return LoaderDisabledError(
+        f"the loader {offer.name!r} ({offer}) is disabled",
+        plugin=offer.culprit,
+        hint=f"take it out of the environment variable {DISABLE_VARIABLE}",
+    )
