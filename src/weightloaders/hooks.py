@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from weightloaders.plan import LoadPlan
     from weightloaders.report import LoadReport
+    from weightloaders.transfer.engine import ProgressEvent
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class HookSpecs:
         """
 
     @_hookspec
-    def on_progress(self, event: Any) -> None:
+    def on_progress(self, event: ProgressEvent) -> None:
         """Follow a load. May be called from any thread; a hook that raises is not called again during the load.
 
         Args:
@@ -271,7 +272,7 @@ def before_load(plan: LoadPlan) -> None:
             _call(impl, plan=plan)
 
 
-def on_progress(event: Any) -> None:
+def on_progress(event: ProgressEvent) -> None:
     """Tell the plugins how far a load has come. One that raises is logged, and left out until the next load."""
     for impl in _implementations("on_progress"):
         if impl.plugin_name not in _muted and not _succeeds(impl, event=event):

@@ -48,6 +48,16 @@ BUILT_IN = {
     "torch": "weightloaders.loaders.torch:TorchLoader",
 }
 
+# What they say of themselves, so that listing them need not import them; a test holds the two equal.
+DESCRIPTIONS = {
+    "auto": "asks the others which of them can read the source",
+    "binary": "meta.txt and model.bin: packed values with a list of names and shapes",
+    "dummy": "seeded random values in the shapes that a transformers config implies",
+    "hf": "Hugging Face folders and repositories on the hub",
+    "local": "safetensors from a folder or file",
+    "torch": "PyTorch's .bin, .pt and .pth, weights-only",
+}
+
 Origin = Literal["built-in", "entry point", "hook", "run time"]
 
 

@@ -39,7 +39,7 @@ class LoaderDescription:
         status: ``"ok"``, ``"broken"``, ``"conflict"`` (the name means another loader, or none clearly) or
             ``"disabled"``.
         error: Why it is not ok.
-        description: What it says of itself in one line; built-ins are not imported to learn it.
+        description: What it says of itself in one line.
     """
 
     name: str
@@ -193,7 +193,7 @@ class WeightLoaderRegistry:
         """What there is, who offers it and in which state it is.
 
         To tell whether they work, this imports the loaders of third parties and the hook plugins (with a name: only
-        what that name needs); the built-ins it leaves alone.
+        what that name needs). Built-ins are taken to work.
 
         Args:
             name: Only this one, or ``"distribution:name"``.
@@ -273,7 +273,7 @@ def _described(ranks: Iterable[Callable[[], list[Offer]]], only: str | None = No
 
 def _tried(offer: Offer) -> LoaderDescription:
     if offer.origin == "built-in":
-        return _description(offer, "ok")
+        return _description(offer, "ok", description=offers.DESCRIPTIONS[offer.name])
     try:
         loader = offer.load()
     except RegistryError as error:
