@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,6 +33,10 @@ Policy = Decision | dict[str, Decision]
 _PATHS = ("model", "weights", "tokenizer")
 # A config is written by people; more than this is another kind of file, or one made to exhaust memory.
 _MAX_BYTES = 1 << 20
+
+# Values are quoted briefly: aliases in YAML can stand for more than fits in memory.
+_short = reprlib.Repr()
+_short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
 
 
 class Checked(BaseModel):
@@ -144,7 +149,10 @@ def read_config(path: Path) -> dict[str, Any]:
             hint=f"name it by its format: {', '.join(_PARSERS)}",
         )
     try:
-        if path.stat().st_size > _MAX_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(f"{path} is not a regular file", file=path)
+        if status.st_size > _MAX_BYTES:
             raise ConfigError(f"{path} is too large for a config file", file=path, hint="is it really the config?")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -175,9 +183,11 @@ def _parse_yaml(text: str) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set()
             for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is no name")
                 if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                    raise ValueError(f"the key {key.value!r} occurs twice, again in line {key.start_mark.line + 1}")
-                seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+                    raise yaml.YAMLError(f"the key {key.value!r} occurs twice, again in line {key.start_mark.line + 1}")
+                seen.add(key.value)
             return super().construct_mapping(node, deep)
 
     try:
@@ -243,7 +253,7 @@ def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseM
         elif item["type"] == "value_error":
             message = item["msg"].removeprefix("Value error, ")
         else:
-            message = f"{item['msg'].removeprefix('Input ')}, not {reprlib.repr(item['input'])}"
+            message = f"{item['msg'].removeprefix('Input ')}, not {_short.repr(item['input'])}"
         found.setdefault(place, []).append(message)
     return [": ".join(filter(None, (place, ", or ".join(messages)))) for place, messages in found.items()]
 

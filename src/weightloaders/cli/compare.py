@@ -116,7 +116,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float | None:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     whole = a.dtype == b.dtype and not (a.is_floating_point() or a.is_complex())
     peaks = []
-    for one, other in zip(a.reshape(-1).split(_CHUNK), b.reshape(-1).split(_CHUNK), strict=True):
+    for one, other in zip(torch.split(a.reshape(-1), _CHUNK), torch.split(b.reshape(-1), _CHUNK), strict=True):
         try:
             x, y = one.to(wide), other.to(wide)
         except (RuntimeError, NotImplementedError):

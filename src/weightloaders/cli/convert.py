@@ -54,7 +54,7 @@ def convert_source(
 
     One tensor is in memory at a time. DST appears once it is complete; nothing that exists is replaced.
     """
-    from weightloaders.api import open_weights
+    from weightloaders.api import open_weights, parse_size
     from weightloaders.progress import Progress
     from weightloaders.weights.raw import dtype_option, write_raw
     from weightloaders.weights.safetensors import write_safetensors, write_sharded

@@ -48,9 +48,12 @@ def plan_source(
     from weightloaders.api import open_weights, plan_load
     from weightloaders.skeleton import build_skeleton
 
-    skeleton = build_skeleton(model or source, trust_remote_code=trust_remote_code)
-    with open_weights(source, loader, **loader_options(option)) as weights:
-        plan = plan_load(skeleton, weights, rules=rules_file(rules))
+    options = loader_options(option)
+    skeleton = build_skeleton(
+        model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
+    )
+    with open_weights(source, loader, **options) as weights:
+        plan = plan_load(skeleton.model, weights, rules=rules_file(rules))
         if json:
             say(plan.to_json())
         elif explain is not None:

@@ -88,8 +88,11 @@ class LLM:
         **model_kwargs: Any,
     ) -> None:
         _refuse_slips(model_kwargs)
+        options = dict(weight_loader_kwargs or {})
+        if revision is not None and weights is None:
+            options = {"revision": revision, **options}
         self._source = str(model if weights is None else weights)
-        self._loader = {"loader": weight_loader, "loader_kwargs": weight_loader_kwargs}
+        self._loader: dict[str, Any] = {"loader": weight_loader, "loader_kwargs": options}
         self._load_options = {
             "rules": rules,
             "on_missing": on_missing,
@@ -267,10 +270,13 @@ class LLM:
             raise ConfigError(f"reload_weights: {unknown(odd[0], self._load_options)}")
         loader = dict(self._loader)
         if weight_loader is not None:
-            loader = {"loader": weight_loader, "loader_kwargs": weight_loader_kwargs}
-        elif weight_loader_kwargs is not None:
-            loader["loader_kwargs"] = weight_loader_kwargs
+            loader = {"loader": weight_loader, "loader_kwargs": {}}
+        if weight_loader_kwargs is not None:
+            loader["loader_kwargs"] = dict(weight_loader_kwargs)
         source = self._source if source is None else str(source)
+        if source != self._source and loader["loader_kwargs"] is self._loader["loader_kwargs"]:
+            # A commit of one repository is none of another.
+            loader["loader_kwargs"] = {k: v for k, v in self._loader["loader_kwargs"].items() if k != "revision"}
         report = self._engine.reload_weights(source, **loader, **{**self._load_options, **load_options})
         self._source, self._loader = source, loader
         return report

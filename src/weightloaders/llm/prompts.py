@@ -44,13 +44,12 @@ def requests_for(
 def _is_tokens(value: Any) -> bool:
     return (
         isinstance(value, Sequence)
-        and not isinstance(value, str | bytes)
         and len(value) > 0
         and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
     )
 
 
-def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _one_each(params: Any, count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
@@ -61,15 +60,23 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> 
 
 
 def _understood(prompt: Any, index: int, tokenizer: Any, add_special_tokens: bool) -> tuple[str | None, list[int]]:
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else prompt
-    if isinstance(prompt, Mapping) and not {"prompt", "prompt_token_ids"} >= prompt.keys():
-        raise ConfigError(f"prompt {index} has the keys {sorted(map(str, prompt))}", hint=_FORMS)
+    """A prompt's text, where it has one, and its tokens."""
+    text: Any = prompt
+    tokens: Any = prompt
+    if isinstance(prompt, Mapping):
+        odd = prompt.keys() - {"prompt", "prompt_token_ids"}
+        if odd:
+            raise ConfigError(f"prompt {index} has the unknown key {min(map(repr, odd))}", hint=_FORMS)
+        text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if _is_tokens(tokens):
         return (text if isinstance(text, str) else None), list(tokens)
-    if not isinstance(text, str):
-        empty = isinstance(tokens, Sequence) and not tokens
-        raise ConfigError(f"prompt {index} is {'empty' if empty else 'no prompt'}: {prompt!r:.200}", hint=_FORMS)
+    if isinstance(text, str):
+        return text, _tokenized(text, index, tokenizer, add_special_tokens)
+    what = "empty" if isinstance(tokens, Sequence) and not tokens else "no prompt"
+    raise ConfigError(f"prompt {index} is {what}: {prompt!r:.200}", hint=_FORMS)
+
+
+def _tokenized(text: str, index: int, tokenizer: Any, add_special_tokens: bool) -> list[int]:
     if tokenizer is None:
         raise ConfigError(
             f"prompt {index} is text, but this model has no tokenizer",
@@ -77,10 +84,8 @@ def _understood(prompt: Any, index: int, tokenizer: Any, add_special_tokens: boo
         )
     token_ids = [int(token) for token in tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
     if not token_ids:
-        raise ConfigError(
-            f"prompt {index} is empty: {text!r} has no tokens", hint="give the model something to go on from"
-        )
-    return text, token_ids
+        raise ConfigError(f"prompt {index} is empty: {text!r} has no tokens", hint="give something to go on from")
+    return token_ids
 
 
 def rendered(conversations: Any, tokenizer: Any, **template_options: Any) -> list[str]:

@@ -93,7 +93,7 @@ class Sequence:
             factor = params.repetition_penalty
             logits[seen] = torch.where(values > 0, values / factor, values * factor)
         if self.token_ids and (params.presence_penalty or params.frequency_penalty):
-            written, counts = torch.tensor(self.token_ids, device=logits.device).unique(return_counts=True)
+            written, counts = torch.unique(torch.tensor(self.token_ids, device=logits.device), return_counts=True)
             logits[written] -= params.presence_penalty + params.frequency_penalty * counts
 
     # -- the end
@@ -189,7 +189,7 @@ class _GrowingText:
         return start
 
 
-class Sampler(LogitsProcessor):  # type: ignore[misc] -- transformers ships no types
+class Sampler(LogitsProcessor):  # type: ignore[misc]
     """Leaves each row only the token that its sequence chose, so that a greedy `generate` takes it."""
 
     def __init__(self, sequences: SequenceOf[Sequence]) -> None:
@@ -205,7 +205,7 @@ class Sampler(LogitsProcessor):  # type: ignore[misc] -- transformers ships no t
         return scores
 
 
-class Ending(StoppingCriteria):  # type: ignore[misc] -- transformers ships no types
+class Ending(StoppingCriteria):  # type: ignore[misc]
     """Hands each sequence its newest token, and says which have ended."""
 
     def __init__(self, sequences: SequenceOf[Sequence]) -> None:

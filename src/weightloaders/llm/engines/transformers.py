@@ -16,9 +16,10 @@ from weightloaders import api, loading
 from weightloaders.errors import ConfigError, ModelError
 from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
+from weightloaders.skeleton import HUB_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from collections.abc import Sequence as SequenceOf
 
     from weightloaders.report import LoadReport
@@ -72,6 +73,8 @@ class TransformersEngine:
         cls,
         model: str,
         *,
+        weights: str | None = None,
+        loader_kwargs: Mapping[str, Any] | None = None,
         tokenizer: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -85,10 +88,24 @@ class TransformersEngine:
             WeightLoadersError: As `from_pretrained` does.
             ModelError: If there is a tokenizer that can't be read.
         """
+        # What finds the weights in their repository finds the config and the tokenizer there, too; in another it may
+        # name a commit that is not there.
+        hub = {} if revision is None else {"revision": revision}
+        if weights is None:
+            hub |= {name: value for name, value in (loader_kwargs or {}).items() if name in HUB_OPTIONS}
+        else:
+            load_options |= hub
         # First, as it is quick: who mistyped its name need not wait for the weights.
-        read_tokenizer = _tokenizer(tokenizer or model, tokenizer is not None, revision, trust_remote_code)
+        if tokenizer is not None:
+            read_tokenizer = _tokenizer(tokenizer, {}, trust_remote_code)
+        else:
+            read_tokenizer = _tokenizer(model, hub, trust_remote_code) if _has_tokenizer(model) else None
         filled, report = api.from_pretrained(
-            model, revision=revision, trust_remote_code=trust_remote_code, **load_options
+            model,
+            weights=weights,
+            loader_kwargs=loader_kwargs,
+            trust_remote_code=trust_remote_code,
+            **load_options,
         )
         engine = cls(filled, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         engine.load_report = report
@@ -128,21 +145,24 @@ class TransformersEngine:
         length, vocabulary = len(request.token_ids), self._vocabulary()
         if not all(0 <= token < vocabulary for token in request.token_ids):
             raise ModelError(f"{where} has a token outside the vocabulary of {vocabulary}")
-        # What an encoder reads takes no room from what the decoder writes.
-        used = 1 if self.model.config.is_encoder_decoder else length
-        room = None if self._max_model_len is None else self._max_model_len - used
-        if room is not None and (room < 1 or length > self._max_model_len):
-            raise ModelError(
-                f"{where} has {length} tokens, but there is room for {self._max_model_len}, prompt and output together",
-                hint="shorten the prompt",
-            )
-        wanted = [limit for limit in (request.params.max_tokens, room) if limit is not None]
-        if not wanted:
+        limits = [] if request.params.max_tokens is None else [request.params.max_tokens]
+        if self._max_model_len is not None:
+            # What an encoder reads takes no room from what the decoder writes.
+            used = 1 if self.model.config.is_encoder_decoder else length
+            limits.append(self._max_model_len - used)
+            if max(length, used + 1) > self._max_model_len:
+                raise ModelError(
+                    f"{where} has {length} tokens, and the model has room for {self._max_model_len}, output included",
+                    hint="shorten the prompt",
+                )
+        if not limits:
             raise ModelError("this model has no longest length of its own", hint="give max_tokens or max_model_len")
+        if request.params.stops and self.tokenizer is None:
+            raise ConfigError("`stop` needs a tokenizer, which this model has not", hint="use stop_token_ids")
         return Sequence(
             request,
             index,
-            max_tokens=min(wanted),
+            max_tokens=min(limits),
             eos_ids=self._eos_ids(),
             tokenizer=self.tokenizer,
             device=self.model.device,
@@ -215,15 +235,19 @@ class TransformersEngine:
         return int(self.model.config.get_text_config().vocab_size)
 
 
-def _tokenizer(source: str, asked_for: bool, revision: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer, or None where a local folder has none and none was asked for."""
+def _has_tokenizer(source: str) -> bool:
+    """Whether there may be one: a folder has its files, or has not; a repository must be asked."""
     folder = Path(source)
-    if not asked_for and folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        logger.info("%s has no tokenizer, so prompts are token ids", source)
-        return None
+    if not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return True
+    logger.info("%s has no tokenizer, so prompts are token ids", source)
+    return False
+
+
+def _tokenizer(source: str, hub: Mapping[str, Any], trust_remote_code: bool) -> Any:
     # transformers raises whatever its many tokenizers raise.
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(source.removeprefix("hf://"), trust_remote_code=trust_remote_code, **hub)
     except Exception as error:
         raise ModelError(
             f"the tokenizer in {source} can't be read: {error}",
