@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from weightloaders.errors import (
@@ -112,8 +113,10 @@ def test_of_torch_files_bin_comes_before_pt(tmp_path: Path) -> None:
         "scaler.pt",
         "rng_state_0.pth",
         "sampler.bin",
-    ]
-    + ["optimizer.safetensors", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "random_states_0.pt"],
+        "optimizer.safetensors",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "random_states_0.pt",
+    ],
 )
 def test_what_a_trainer_leaves_behind_is_never_taken(tmp_path: Path, name: str) -> None:
     touch(tmp_path, "pytorch_model.bin", name)
@@ -133,7 +136,7 @@ def test_an_adapter_is_not_the_checkpoint(tmp_path: Path) -> None:
     assert select_files(tmp_path, file_pattern="adapter*").files == ("adapter_model.safetensors",)
     assert select_files(tmp_path / "adapter_model.safetensors").files == ("adapter_model.safetensors",)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(SourceNotFoundError, match="adapter_model.safetensors: it is an adapter") as raised:
+    with pytest.raises(SourceNotFoundError, match=r"adapter_model\.safetensors: it is an adapter") as raised:
         select_files(tmp_path)
     assert "base model" in message_of(raised)
 

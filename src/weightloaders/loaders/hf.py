@@ -1,0 +1,136 @@
+"""The loader ``hf``: Hugging Face folders and repositories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from weightloaders.errors import OptionsError
+from weightloaders.loaders.base import BaseWeightLoader, Probe
+from weightloaders.loaders.hub import HubAccess, HubFiles, repository_at
+from weightloaders.loaders.place import locate, looks_like_repository
+from weightloaders.weights.candidates import Wanted
+from weightloaders.weights.files import Selection, choose_files, holds_weights, select_files
+from weightloaders.weights.folder import A_FOLDER, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightloaders.weights.weights import Weights
+
+
+class HuggingFaceLoader(BaseWeightLoader):
+    """A folder in Hugging Face's layout, or a repository on the hub: safetensors, else PyTorch's ``.bin``.
+
+    ``hf://org/name`` means the repository and ``./name`` the folder; a bare ``org/name`` that is also a folder with
+    weights means the folder. Only the files that make up the checkpoint are downloaded.
+
+    Args:
+        revision: Branch, tag or commit of the repository. Default: ``main``.
+        cache_dir: The cache for downloads. Default: huggingface_hub's own.
+        token: A token for private and gated repositories; True for the saved one, False for none. Default: the saved
+            one, if any.
+        subfolder: A folder within the folder or repository.
+        variant: A precision variant: ``"fp16"`` reads ``model.fp16.safetensors``.
+        local_files_only: Look only into the cache. So do ``HF_HUB_OFFLINE`` and ``TRANSFORMERS_OFFLINE``.
+        file_pattern: A glob for the names of the files to read.
+        ignore_index: Read all files that match, whatever an index says.
+        include_unindexed: Read also the files and tensors that the index omits.
+        safe_globals: Classes and functions that a ``.bin`` may use because you trust them; also by name, as
+            ``"package.module:name"``.
+    """
+
+    description: ClassVar[str] = "Hugging Face folders and repositories on the hub"
+
+    def __init__(
+        self,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        subfolder: str | None = None,
+        variant: str | None = None,
+        local_files_only: bool = False,
+        file_pattern: str | None = None,
+        ignore_index: bool = False,
+        include_unindexed: bool = False,
+        safe_globals: Sequence[Any] = (),
+    ) -> None:
+        self.access = HubAccess(revision, cache_dir, token, local_files_only)
+        self.subfolder = _checked_subfolder(subfolder)
+        self.wanted = Wanted(
+            file_pattern=file_pattern,
+            variant=variant,
+            ignore_index=ignore_index,
+            include_unindexed=include_unindexed,
+        )
+        self.safe_globals = tuple(safe_globals)
+
+    def get_weights(self, model_name_or_path: str) -> Weights:
+        """Catalogue a folder's or repository's checkpoint; from the hub, download its files first.
+
+        Args:
+            model_name_or_path: A folder, or the id of a repository.
+
+        Raises:
+            SourceNotFoundError: If there is no such folder or repository, or it holds no weights.
+            IncompleteCheckpointError: If a file or tensor that the index names is absent.
+            SourceReadError: If the hub can't be reached or does not let us in, and the cache can't stand in.
+            SourceError: If a file is not what it should be; see `weightloaders.errors`.
+        """
+        from weightloaders.weights.catalogue import catalogue
+
+        place = locate(model_name_or_path, lambda folder: holds_weights(folder / self.subfolder, self.wanted))
+        notes = [place.note] if place.note else []
+        if place.path is not None:
+            selection = self._on_disk(place.path)
+            if self.access.revision is not None:
+                notes.append(f"revision {self.access.revision!r} was ignored: {place.path} is no repository on the hub")
+        else:
+            selection, note = repository_at(place, self.access).obtain(self._on_hub, self._on_disk, suffices=_is_whole)
+            notes.append(note)
+        return catalogue(replace(selection, notes=(*notes, *selection.notes)), safe_globals=self.safe_globals)
+
+    def _on_disk(self, path: Path) -> Selection:
+        wanted = self.wanted
+        return select_files(
+            path / self.subfolder,
+            families=wanted.families,
+            file_pattern=wanted.file_pattern,
+            variant=wanted.variant,
+            ignore_index=wanted.ignore_index,
+            include_unindexed=wanted.include_unindexed,
+        )
+
+    def _on_hub(self, files: HubFiles) -> Selection:
+        files = files.within(self.subfolder)
+        # Chosen from the repository's listing, so that nothing else is downloaded.
+        selection = choose_files(files, self.wanted)
+        return replace(selection, folder=files.download(selection.files))
+
+    @classmethod
+    def probe(cls, path: str) -> Probe:
+        """Whether it is a folder with weights, or may be a repository; the hub is not asked."""
+        if path.startswith("hf://"):
+            return Probe.yes("an address on the hub")
+        place = Path(path).expanduser()
+        kind = kind_of(place)
+        if kind is None:
+            return Probe.no("a single file")
+        if kind == A_FOLDER and holds_weights(place, Wanted()):
+            return Probe.yes("a folder with weights in Hugging Face's layout")
+        if looks_like_repository(path):
+            return Probe.maybe("it may be a repository on the hub")
+        return Probe.no("a folder without safetensors or .bin files" if kind == A_FOLDER else f"it {kind}")
+
+
+def _is_whole(selection: Selection) -> bool:
+    """Whether the files say of themselves that they are all there are."""
+    return selection.index is not None or len(selection.files) == 1
+
+
+def _checked_subfolder(subfolder: str | None) -> str:
+    path = PurePosixPath((subfolder or "").replace("\\", "/"))
+    if path.is_absolute() or ".." in path.parts or Path(subfolder or "").is_absolute():
+        raise OptionsError(f"subfolder={subfolder!r} leads out of the repository", hint="name a folder inside it")
+    return "" if path == PurePosixPath() else str(path)

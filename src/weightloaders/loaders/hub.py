@@ -1,0 +1,369 @@
+"""Repositories on the Hugging Face Hub, and their snapshots in its cache.
+
+The cache's layout (``models--org--name/{refs,blobs,snapshots}``) is documented at
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache. It is read without a lock and without the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, TypeVar
+
+from weightloaders.errors import (
+    IncompleteCheckpointError,
+    OptionsError,
+    SourceError,
+    SourceNotFoundError,
+    SourceReadError,
+)
+from weightloaders.weights.file_names import family_of
+from weightloaders.weights.folder import FolderListing, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weightloaders.loaders.place import Place
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_DOWNLOADS = 4
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+@dataclass(frozen=True)
+class HubAccess:
+    """How the hub and its cache are reached.
+
+    Args:
+        revision: Branch, tag or commit. Default: ``main``.
+        cache_dir: The cache. Default: huggingface_hub's own.
+        token: A token; True for the saved one, False for none. Default: the saved one, if any.
+        local_files_only: Look only into the cache.
+
+    Raises:
+        OptionsError: If the token can't be one.
+    """
+
+    revision: str | None = None
+    cache_dir: str | Path | None = None
+    token: str | bool | None = field(default=None, repr=False)
+    local_files_only: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.token, str):
+            # Copied tokens often come with a line break. Sent as it is, HTTP's error about it would show the token.
+            token = self.token.strip()
+            if not re.fullmatch(r"[!-~]+", token):
+                raise OptionsError(
+                    "what was given as token can't be a token: it is empty, or holds a space or a special character"
+                )
+            object.__setattr__(self, "token", token)
+
+    @property
+    def offline_because(self) -> str | None:
+        """The switch that keeps from asking the hub; None if there is none."""
+        if self.local_files_only:
+            return "local_files_only=True"
+        # huggingface_hub reads these when it is imported; they may be set later.
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            if os.environ.get(name, "").upper() in _TRUE:
+                return f"{name}={os.environ[name]}"
+        from huggingface_hub import constants
+
+        return "huggingface_hub's offline mode" if constants.HF_HUB_OFFLINE else None
+
+    @property
+    def cache(self) -> Path:
+        """The cache's folder."""
+        from huggingface_hub import constants
+
+        return Path(self.cache_dir or constants.HF_HUB_CACHE).expanduser()
+
+    @property
+    def endpoint(self) -> str:
+        """The address of the hub, or of a mirror."""
+        from huggingface_hub import constants
+
+        return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+
+def repository_at(place: Place, access: HubAccess) -> Repository:
+    """The repository that a name stands for, at the revision that the name or the options give.
+
+    Raises:
+        OptionsError: If they give two different ones.
+    """
+    if place.revision is not None:
+        if access.revision not in (None, place.revision):
+            raise OptionsError(
+                f"two revisions are asked of {place.repository}: {place.revision!r} by its address, "
+                f"{access.revision!r} by the option"
+            )
+        access = replace(access, revision=place.revision)
+    return Repository(place.repository, access)
+
+
+class Repository:
+    """A model repository: its cached snapshot, and its files on the hub.
+
+    Args:
+        name: ``org/name``.
+        access: How to reach it.
+    """
+
+    def __init__(self, name: str, access: HubAccess) -> None:
+        self.name = name
+        self.access = access
+        self.revision = access.revision or "main"
+        self._folder = access.cache / f"models--{name.replace('/', '--')}"
+
+    def obtain(
+        self,
+        from_hub: Callable[[HubFiles], T],
+        from_cache: Callable[[Path], T],
+        suffices: Callable[[T], bool] = lambda _: False,
+    ) -> tuple[T, str]:
+        """Get something from the hub; from the cache where the hub must not or can't be asked.
+
+        Args:
+            from_hub: Gets it, given the repository's files.
+            from_cache: Gets it, given the folder of a cached snapshot. Raises `SourceError` if the snapshot lacks it.
+            suffices: Whether what the cache has for a fixed commit is surely all there is; then the hub isn't asked.
+
+        Returns:
+            What was got, and a note on where from.
+
+        Raises:
+            SourceError: If neither has it.
+        """
+        switch = self.access.offline_because
+        if switch is not None:
+            return self._cached(from_cache, switch)
+        if re.fullmatch(r"[0-9a-f]{40}", self.revision):
+            try:
+                result, note = self._cached(from_cache)
+                if suffices(result):
+                    return result, note
+            except SourceError:
+                logger.debug("the cache lacks something of %s at %s", self.name, self.revision)
+        from huggingface_hub import errors
+
+        # Of whichever HTTP library it uses; failing to connect is one of these too.
+        transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+        try:
+            files = self._list()
+            result = from_hub(files)
+            self._remember(files.commit)
+            return result, f"{self.name} at {files.commit} from {self.access.endpoint}"
+        except SourceError:
+            raise
+        except (transport_error, errors.EntryNotFoundError, OSError, ValueError, KeyError, TypeError) as error:
+            return self._stand_in(from_cache, error)
+
+    def _stand_in(self, from_cache: Callable[[Path], T], error: Exception) -> tuple[T, str]:
+        """What the cache has instead, after the hub failed."""
+        from huggingface_hub import errors
+
+        failure = _explained(error, self)
+        message = failure.message
+        # Somebody who asks for a revision that does not exist is not served an older one.
+        if not isinstance(error, errors.RevisionNotFoundError):
+            try:
+                result, note = self._cached(from_cache)
+                logger.warning("%s; used instead, and maybe out of date: %s", message, note)
+                return result, f"{note}, maybe out of date, because {message}"
+            except SourceError as lack:
+                message += f"; nor can the cache stand in: {lack.message}"
+        raise type(failure)(message, file=failure.file, hint=failure.hint) from error
+
+    # -- the cache
+
+    def snapshot(self) -> Path:
+        """The folder of the cached snapshot of the wanted revision.
+
+        Raises:
+            SourceNotFoundError: If there is none.
+        """
+        snapshots = self._folder / "snapshots"
+        commit = self.revision
+        # A revision is text from outside, and must not lead out of the cache.
+        if ".." not in PurePosixPath(commit).parts and not PurePosixPath(commit).is_absolute():
+            reference = self._folder / "refs" / commit
+            if kind_of(reference) is None:
+                commit = reference.read_text(encoding="utf-8", errors="replace").strip()
+            if re.fullmatch(r"\w[\w.-]*", commit) and (snapshots / commit).is_dir():
+                return snapshots / commit
+        known = sorted(path.name for path in snapshots.iterdir()) if snapshots.is_dir() else []
+        others = f" (there are {', '.join(known[:4])})" if known else ""
+        raise SourceNotFoundError(
+            f"the cache {self.access.cache} has no snapshot of {self.name} at {self.revision!r}{others}", file=self.name
+        )
+
+    def _cached(self, from_cache: Callable[[Path], T], switch: str = "") -> tuple[T, str]:
+        hint = f"load it once without {switch}, so that it is downloaded" if switch else None
+        try:
+            snapshot = self.snapshot()
+        except SourceNotFoundError as error:
+            raise SourceNotFoundError(error.message, file=error.file, hint=hint) from None
+        try:
+            return from_cache(snapshot), f"{self.name} at {snapshot.name} from the cache"
+        except (IncompleteCheckpointError, SourceNotFoundError) as error:
+            raise type(error)(
+                f"the cached snapshot of {self.name} is incomplete: {error.message}",
+                file=error.file,
+                hint=hint or error.hint,
+            ) from error
+
+    def _remember(self, commit: str) -> None:
+        """Note which commit the revision stands for, as huggingface_hub does, for times without the hub."""
+        reference = self._folder / "refs" / self.revision
+        try:
+            if self.revision != commit and (kind_of(reference) or reference.read_text(encoding="utf-8") != commit):
+                reference.parent.mkdir(parents=True, exist_ok=True)
+                temporary = reference.with_name(f"{reference.name}.{uuid.uuid4().hex}.tmp")
+                temporary.write_text(commit, encoding="utf-8")
+                temporary.replace(reference)
+        except OSError as error:
+            # A cache that can't be written still serves.
+            logger.debug("can't note the commit of %s in the cache: %s", self.name, error)
+
+    # -- the hub
+
+    def _list(self) -> HubFiles:
+        from huggingface_hub import HfApi, constants
+
+        api = HfApi(endpoint=self.access.endpoint, token=self.access.token)
+        # One request, and its reply holds no links to further pages, which could lead around a mirror.
+        info = api.model_info(self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        if not info.sha or info.siblings is None:
+            raise ValueError("the reply names no commit or no files")
+        return HubFiles(self, info.sha, frozenset(sibling.rfilename for sibling in info.siblings))
+
+    def download(self, file: str, commit: str) -> Path:
+        """The path of a file in the cache, to which it is downloaded if it is not there."""
+        from huggingface_hub import hf_hub_download
+
+        return Path(
+            hf_hub_download(
+                self.name,
+                file,
+                revision=commit,
+                cache_dir=self.access.cache,
+                token=self.access.token,
+                endpoint=self.access.endpoint,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The files of a repository, or of a sub-folder, at one commit: a `weightloaders.weights.candidates.Listing`."""
+
+    repository: Repository
+    commit: str
+    all_files: frozenset[str]
+    subfolder: str = ""
+    odd: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """The address, for messages."""
+        return f"hf://{self.repository.name}@{self.commit}" + (f"/{self.subfolder}" if self.subfolder else "")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files that lie directly in the folder."""
+        return frozenset(name for name in self._inside() if "/" not in name)
+
+    def within(self, subfolder: str) -> HubFiles:
+        """The files of a sub-folder."""
+        return replace(self, subfolder=subfolder)
+
+    def problem(self, name: str) -> str | None:
+        """What is wrong with a file of that relative path; None if it is in the repository."""
+        return None if self._full(name) in self.all_files else "is not in the repository"
+
+    def subfolders_with_weights(self) -> list[str]:
+        """Sub-folders in which files look like weights."""
+        return sorted({name.split("/")[0] for name in self._inside() if "/" in name and family_of(name)})
+
+    def read(self, name: str) -> bytes:
+        """The content of an index, which is downloaded."""
+        return FolderListing(self.download([name])).read(name)
+
+    def download(self, names: Sequence[str]) -> Path:
+        """Download what is not in the cache yet.
+
+        Args:
+            names: Relative paths.
+
+        Returns:
+            The folder in the cache that they are in now.
+        """
+        with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="weightloaders-download") as pool:
+            tasks = [pool.submit(self.repository.download, self._full(name), self.commit) for name in names]
+            try:
+                paths = [task.result() for task in tasks]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        folder = paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
+        FolderListing(folder).check_links(names)
+        return folder
+
+    def _inside(self) -> list[str]:
+        prefix = f"{self.subfolder}/" if self.subfolder else ""
+        return [name.removeprefix(prefix) for name in self.all_files if name.startswith(prefix)]
+
+    def _full(self, name: str) -> str:
+        return f"{self.subfolder}/{name}" if self.subfolder else name
+
+
+def _explained(error: Exception, repository: Repository) -> SourceError:
+    """An error of huggingface_hub in our own words."""
+    from huggingface_hub import errors
+
+    name, hub = repository.name, repository.access.endpoint
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    authorise = "pass token=..., set HF_TOKEN, or run `hf auth login`"
+    if isinstance(error, errors.GatedRepoError):
+        return SourceReadError(
+            f"{name} is gated, and needs a token of an account that was granted access",
+            file=name,
+            hint=f"ask for access at {hub}/{name}, then {authorise}",
+        )
+    if status in (401, 403):
+        return SourceNotFoundError(
+            f"{hub} does not show {name} (status {status}): "
+            "there is no such repository, or it is private or gated and needs a token",
+            file=name,
+            hint=f"check the name (a folder on disk is given as ./{name}); or {authorise}",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceNotFoundError(f"{name} has no revision {repository.revision!r} on {hub}", file=name)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceNotFoundError(
+            f"there is no repository {name} on {hub}",
+            file=name,
+            hint=f"check the name (a folder on disk is given as ./{name}); if it is private, {authorise}",
+        )
+    detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return SourceReadError(
+            f"can't get {name}, because of a file on this machine ({detail})",
+            file=name,
+            hint=f"downloads need a cache that can be written; it is {repository.access.cache}, or what cache_dir says",
+        )
+    return SourceReadError(
+        f"can't get {name} from {hub} ({detail})",
+        file=name,
+        hint="check the network, and HF_ENDPOINT if a mirror is used",
+    )

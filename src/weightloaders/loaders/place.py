@@ -1,0 +1,98 @@
+"""What a model's name stands for: a place on disk, or a repository on the hub."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightloaders.errors import SourceNotFoundError
+from weightloaders.weights.file_names import family_of
+from weightloaders.weights.folder import A_FOLDER, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_SCHEME = "hf://"
+# As huggingface_hub's `validate_repo_id` has it.
+_REPOSITORY = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
+
+
+class Place(NamedTuple):
+    """What a name stands for.
+
+    Attributes:
+        path: A folder or file on disk; None for a repository.
+        repository: The repository's id; empty for a place on disk.
+        revision: The revision that the name itself gives.
+        note: What was decided, where the name could have meant the other.
+    """
+
+    path: Path | None
+    repository: str = ""
+    revision: str | None = None
+    note: str = ""
+
+
+def looks_like_repository(name: str) -> bool:
+    """Whether a name has the form of a repository's id, or says with ``hf://`` that it is one."""
+    # model.safetensors has that form too, but somebody who writes this means a file.
+    return name.startswith(_SCHEME) or (_is_repository_id(name) and family_of(name) is None)
+
+
+def _is_repository_id(name: str) -> bool:
+    return _REPOSITORY.fullmatch(name) is not None and not re.search(r"--|\.\.|\.git$", name)
+
+
+def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
+    """Decide whether a name means a place on disk or a repository.
+
+    ``hf://org/name`` (or ``hf://org/name@revision``) is a repository; ``./x``, ``../x``, ``~/x``, absolute paths and
+    `Path` objects are places on disk. A bare ``org/name`` is a folder if there is one that holds what is wanted, else a
+    repository.
+
+    Args:
+        name: What the user gave.
+        holds: Whether a folder holds what is wanted.
+
+    Raises:
+        SourceNotFoundError: If it can be neither.
+    """
+    text = os.fspath(name)
+    if text.startswith(_SCHEME):
+        return _address(text)
+    path = Path(text).expanduser()
+    kind = kind_of(path)
+    if kind is None or isinstance(name, Path) or path.is_absolute() or text.startswith((".", "~")):
+        return Place(path)
+    if not looks_like_repository(text):
+        if kind == A_FOLDER:
+            return Place(path)
+        raise SourceNotFoundError(
+            f"{text} {kind}, and it has not the form of a repository on the hub (org/name) either", file=text
+        )
+    if kind == A_FOLDER and holds(path):
+        note = f"{text} is a folder here, and was used; hf://{text} means the repository on the hub"
+        logger.info("%s", note)
+        return Place(path, note=note)
+    if kind == A_FOLDER:
+        note = f"{text} is a folder here, but without what is wanted, so the repository on the hub is meant"
+        note += f"; ./{text} means the folder"
+        logger.warning("%s", note)
+        return Place(None, text, note=note)
+    return Place(None, text)
+
+
+def _address(text: str) -> Place:
+    repository, _, revision = text.removeprefix(_SCHEME).removesuffix("/").partition("@")
+    if not _is_repository_id(repository):
+        raise SourceNotFoundError(
+            f"{text} is no address of a repository",
+            file=text,
+            hint="write hf://org/name or hf://org/name@revision; a folder in it is an option: subfolder=...",
+        )
+    return Place(None, repository, revision or None)
