@@ -6,6 +6,8 @@ other; see https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import re
@@ -23,7 +25,7 @@ from weightloaders.weights.safetensors_header import DTYPES, METADATA, NotAHeade
 from weightloaders.weights.sniff import SAFETENSORS, advice, describe_content
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import BinaryIO
 
     from weightloaders.weights.source import ByteSource
@@ -70,14 +72,29 @@ def read_safetensors(source: ByteSource, *, max_header_bytes: int = MAX_HEADER_B
     raw = _raw_header(source, max_header_bytes)
     start = 8 + len(raw)
     try:
-        entries, metadata = parse_header(raw, source.size - start, source.name)
+        with _collector_paused():
+            entries, metadata = parse_header(raw, source.size - start, source.name)
+            infos = [
+                TensorInfo(name, dtype, shape, Extent(source, start + begin, end - begin))
+                for begin, end, name, dtype, shape in entries
+            ]
     except NotAHeaderError as error:
         raise _wrong_content(source, str(error)) from error
-    infos = [
-        TensorInfo(name, dtype, shape, Extent(source, start + begin, end - begin))
-        for begin, end, name, dtype, shape in entries
-    ]
     return SafetensorsFile(tuple(infos), metadata)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    # A catalogue of a hundred thousand tensors is a million new objects, none of them garbage; looking through them
+    # again and again takes longer than making them.
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _raw_header(source: ByteSource, limit: int) -> bytes:
@@ -287,11 +304,16 @@ class _Draft:
         with saving(path):
             file.write(len(self._header).to_bytes(8, "little") + self._header)
         for row in self._rows:
-            tensor = _storable(tensors(row.name), row)
-            with saving(path):
-                file.write(memory_of(tensor))
+            _write_tensor(file, tensors(row.name), row, path)
         with saving(path):
             make_durable(file)
+
+
+def _write_tensor(file: BinaryIO, tensor: torch.Tensor, row: _Row, path: Path) -> None:
+    # A function of its own: when it returns, the tensor is let go before the next one is asked for.
+    storable = _storable(tensor, row)
+    with saving(path):
+        file.write(memory_of(storable))
 
 
 def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

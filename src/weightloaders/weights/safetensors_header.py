@@ -117,7 +117,7 @@ class _Parser:
         except (ValueError, RecursionError) as error:
             raise NotAHeaderError(f"has a header that is not valid JSON: {error}") from error
         except _DuplicateKeyError as error:
-            self._refuse(f"has the name {error.key!r} twice in one object of its header", tensor=error.key)
+            self._refuse(f"has the name {error.key!r} twice in one object of its header", tensor=error.tensor)
         if type(header) is not dict:
             raise NotAHeaderError(f"has a header that is not a JSON object but a {type(header).__name__}")
         return header
@@ -195,8 +195,8 @@ class _Parser:
             if entry.begin != position:
                 gap = entry.begin - position
                 self._refuse(
-                    f"has tensor {entry.name!r} at bytes {entry.begin} to {entry.end} of its data, but {before} ends at "
-                    f"{position}: " + (f"the {gap} bytes between belong to nothing" if gap > 0 else "they overlap"),
+                    f"has tensor {entry.name!r} at bytes {entry.begin} to {entry.end} of its data, but {before} ends "
+                    f"at {position}: " + (f"the {gap} bytes between belong to nothing" if gap > 0 else "they overlap"),
                     tensor=entry.name,
                     hint="the header is damaged; fetch the file again"
                     if gap > 0
@@ -221,9 +221,10 @@ class _Parser:
 class _DuplicateKeyError(Exception):
     """A JSON object has a name twice."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, tensor: str | None) -> None:
         super().__init__(key)
         self.key = key
+        self.tensor = tensor
 
 
 def _parse_json(raw: bytes) -> Any:
@@ -245,7 +246,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         counts = Counter(key for key, _ in pairs)
-        raise _DuplicateKeyError(next(key for key, count in counts.items() if count > 1))
+        key = next(key for key, count in counts.items() if count > 1)
+        raise _DuplicateKeyError(key, tensor=key if type(result[key]) is dict and key != METADATA else None)
     return result
 
 

@@ -84,7 +84,7 @@ def advice(what: str | None) -> str:
 
 _ADVICE = (
     ("Git LFS", "run `git lfs pull` in the repository, or download the file itself"),
-    ("PyTorch|zip", "if torch.save wrote it, name it .bin or .pt, or load it with the 'torch' loader"),
+    ("PyTorch|zip archive", "if torch.save wrote it, name it .bin or .pt, or load it with the 'torch' loader"),
     (
         "HTML|XML|JSON|text",
         "an error was saved in the file's place: check the address and the token, and fetch it again",

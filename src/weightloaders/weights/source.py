@@ -155,7 +155,8 @@ _seek_lock = threading.Lock()
 def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
     """One positioned read straight into memory, or the nearest thing the system has."""
     if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], offset)
+        count: int = os.preadv(descriptor, [view], offset)
+        return count
     if hasattr(os, "pread"):
         data = os.pread(descriptor, min(len(view), 1 << 24), offset)
     else:
