@@ -1,0 +1,166 @@
+"""The loader ``binary``: ``meta.txt`` and ``model.bin``, the raw binary format."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from weightloaders.errors import AmbiguousSourceError, OptionsError, SourceError, SourceNotFoundError
+from weightloaders.loaders.base import BaseWeightLoader, Probe
+from weightloaders.weights.file_names import family_of, is_training_state, natural
+from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
+from weightloaders.weights.zip_directory import ZIP_MAGIC
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    import torch
+
+    from weightloaders.weights.weights import Weights
+
+_META_FILE, _PATTERN = "meta.txt", "*.bin"
+_SHOWN = 6
+
+
+class BinaryLoader(BaseWeightLoader):
+    """Packed values in ``model.bin``, described line by line in ``meta.txt``; see `weightloaders.weights.raw`.
+
+    A data file ``x.bin`` may have a description of its own, ``x.meta.txt``, which is used before ``meta.txt``. Several
+    data files in a folder make up one checkpoint only where each has its own.
+
+    Args:
+        dtype: What floating-point tensors are handed out in, e.g. ``torch.bfloat16``. None: as stored. Integers, bool,
+            complex and 8-bit floats are always as stored.
+        stored_dtype: What lies in the data file where the description does not say.
+        byteorder: ``"little"`` or ``"big"``: that of the values.
+        meta_file: Name of the description.
+        file_pattern: A glob for the names of the data files.
+
+    Raises:
+        OptionsError: If a dtype or the byte order is none.
+    """
+
+    description: ClassVar[str] = "meta.txt and model.bin: packed values with a list of names and shapes"
+
+    def __init__(
+        self,
+        dtype: torch.dtype | str | None = None,
+        stored_dtype: torch.dtype | str = "float32",
+        byteorder: Literal["little", "big"] = "little",
+        meta_file: str = _META_FILE,
+        file_pattern: str = _PATTERN,
+    ) -> None:
+        from weightloaders.weights.raw import dtype_option
+
+        if byteorder not in ("little", "big"):
+            raise OptionsError(f"byteorder must be 'little' or 'big', not {byteorder!r}")
+        self.dtype = None if dtype is None else dtype_option(dtype, "dtype", real=True)
+        self.stored_dtype = dtype_option(stored_dtype, "stored_dtype")
+        self.byteorder: Literal["little", "big"] = byteorder
+        self.meta_file = meta_file
+        self.file_pattern = file_pattern
+
+    def get_weights(self, model_name_or_path: str) -> Weights:
+        """Catalogue a folder or a data file.
+
+        Args:
+            model_name_or_path: The folder, or the data file, whose description lies beside it.
+
+        Raises:
+            SourceNotFoundError: If there is no such path, no data file, or no description.
+            AmbiguousSourceError: If there are several data files, and not each has its own description.
+            CheckpointFormatError: If a description can't be understood, or does not fit the size of its data file.
+            DuplicateTensorError: If a name is described twice.
+        """
+        from weightloaders.weights.raw import read_raw
+        from weightloaders.weights.source import FileSource
+        from weightloaders.weights.weights import Weights
+
+        infos = [
+            info
+            for data, meta in self._files(Path(model_name_or_path).expanduser())
+            for info in read_raw(
+                FileSource(data),
+                FileSource(meta),
+                dtype=self.dtype,
+                stored_dtype=self.stored_dtype,
+                byteorder=self.byteorder,
+            )
+        ]
+        return Weights.describe(infos)
+
+    def _files(self, place: Path) -> list[tuple[Path, Path]]:
+        """Data files, each with its description."""
+        kind = kind_of(place)
+        if kind is None:
+            names: Container[str] = FolderListing(place.parent).names
+            return [(place, place.with_name(self._meta_for(place.name, names, place.parent)))]
+        if kind != A_FOLDER:
+            raise SourceNotFoundError(f"{place} {kind}", file=place)
+        listing = FolderListing(place)
+        found = _data_files(listing, self.file_pattern)
+        if not found:
+            raise SourceNotFoundError(f"no data file ({self.file_pattern}) in {place}", file=place)
+        if len(found) > 1:
+            bare = [name for name in found if _own_meta(name) not in listing.names]
+            if bare:
+                raise AmbiguousSourceError(
+                    f"{place} holds {len(found)} files {self.file_pattern}; without a description of their own: "
+                    f"{', '.join(bare[:_SHOWN])}",
+                    file=place,
+                    hint=f"name one with file_pattern={found[0]!r}, or describe each: {_own_meta(bare[0])}",
+                )
+        return [(place / name, place / self._meta_for(name, listing.names, place)) for name in found]
+
+    def _meta_for(self, data: str, names: Container[str], folder: Path) -> str:
+        meta = _own_meta(data) if _own_meta(data) in names else self.meta_file
+        if kind_of(folder / meta) is not None:
+            raise SourceNotFoundError(
+                f"no description for {data} in {folder}: neither {_own_meta(data)} nor {meta}",
+                file=folder / data,
+                hint="name it with meta_file=..., or use another loader if this is no raw binary file",
+            )
+        return meta
+
+    @classmethod
+    def probe(cls, path: str) -> Probe:
+        """Whether a description of this format lies beside a data file."""
+        place = Path(path).expanduser()
+        try:
+            files = cls()._files(place)  # noqa: SLF001 -- its own class
+        except SourceError as error:
+            return Probe.no(error.message)
+        if not all(_starts_like_meta(meta) for _, meta in files):
+            return Probe.no(f"{files[0][1].name} is no description of raw values")
+        if any(_is_zip(data) for data, _ in files):
+            return Probe.no(f"{files[0][0].name} is a zip file, as torch.save writes")
+        if kind_of(place) == A_FOLDER and any(family_of(name) == "safetensors" for name in FolderListing(place).names):
+            return Probe.maybe("raw values, but the folder holds safetensors files too")
+        return Probe.yes(f"{files[0][1].name} describes raw values")
+
+
+def _data_files(listing: FolderListing, pattern: str) -> list[str]:
+    matching = (n for n in listing.names if fnmatch.fnmatchcase(n, pattern) and not is_training_state(n))
+    return sorted(matching, key=natural)
+
+
+def _own_meta(data: str) -> str:
+    return f"{Path(data).stem}.meta.txt"
+
+
+def _starts_like_meta(path: Path) -> bool:
+    from weightloaders.weights.raw import is_meta
+
+    return is_meta(_head(path, 4096))
+
+
+def _is_zip(path: Path) -> bool:
+    return _head(path, len(ZIP_MAGIC)) == ZIP_MAGIC
+
+
+def _head(path: Path, length: int) -> bytes:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(length)
+    return b""

@@ -1,0 +1,105 @@
+"""The loader ``torch``: PyTorch's own files, .bin, .pt and .pth, read weights-only."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from weightloaders.loaders.base import BaseWeightLoader, Probe
+from weightloaders.weights.candidates import Wanted
+from weightloaders.weights.file_names import family_of, indexed_name
+from weightloaders.weights.files import holds_weights, select_files
+from weightloaders.weights.folder import A_FOLDER, kind_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightloaders.weights.weights import Weights
+
+
+class TorchLoader(BaseWeightLoader):
+    """Files that `torch.save` wrote, from a folder (one file, or shards with or without an index) or one file.
+
+    They are pickles, and are read weights-only: no code in them runs, and a file that needs to run some is refused.
+    The state dict may be wrapped (``state_dict``, ``model``, ``module``, ...). Optimizer and trainer files are never
+    opened.
+
+    Args:
+        file_pattern: A glob for the names of the files to read, e.g. ``"pytorch_model*.bin"``. Default: ``*.bin``, else
+            ``*.pt``, else ``*.pth``.
+        key: Dotted path to the state dict within each file, where several could be meant; ``""`` for the whole file.
+        safe_globals: Classes and functions that a pickle may use because you trust them; also by name, as
+            ``"package.module:name"``.
+        ignore_index: Read all files that match, whatever an index says.
+        include_unindexed: Read also the files and tensors that the index omits.
+    """
+
+    description: ClassVar[str] = "PyTorch's .bin, .pt and .pth, weights-only"
+
+    def __init__(
+        self,
+        file_pattern: str | None = None,
+        key: str | None = None,
+        safe_globals: Sequence[Any] = (),
+        ignore_index: bool = False,
+        include_unindexed: bool = False,
+    ) -> None:
+        self.file_pattern = file_pattern
+        self.key = key
+        self.safe_globals = tuple(safe_globals)
+        self.ignore_index = ignore_index
+        self.include_unindexed = include_unindexed
+
+    def get_weights(self, model_name_or_path: str) -> Weights:
+        """Catalogue the PyTorch files of a folder.
+
+        Args:
+            model_name_or_path: A folder, a file, or an index.
+
+        Raises:
+            SourceNotFoundError: If there is no such path, or no weights in it.
+            IncompleteCheckpointError: If a file or tensor that the index names is absent.
+            UnsafeCheckpointError: If a pickle needs more than weights.
+            AmbiguousSourceError: If a file holds several state dicts, and `key` does not say which.
+            SourceError: If a file is not what it should be; see `weightloaders.errors`.
+        """
+        from weightloaders.weights.catalogue import catalogue
+
+        selection = select_files(
+            Path(model_name_or_path).expanduser(),
+            families=("torch",),
+            file_pattern=self.file_pattern,
+            ignore_index=self.ignore_index,
+            include_unindexed=self.include_unindexed,
+        )
+        return catalogue(selection, key=self.key, safe_globals=self.safe_globals)
+
+    @classmethod
+    def probe(cls, path: str) -> Probe:
+        """Whether it is a folder with PyTorch files, or such a file."""
+        place = Path(path).expanduser()
+        kind = kind_of(place)
+        if kind == A_FOLDER:
+            if holds_weights(place, Wanted(families=("torch",))):
+                return Probe.yes("a folder with PyTorch files")
+            return Probe.no("a folder without PyTorch files")
+        if kind is not None:
+            return Probe.no(f"it {kind}")
+        index_of = indexed_name(place.name)
+        if index_of is not None:
+            return (
+                Probe.yes("an index of PyTorch files")
+                if family_of(index_of) == "torch"
+                else Probe.no("another's index")
+            )
+        from weightloaders.weights.torch_zip import is_torch_file
+
+        named_so = family_of(place.name) == "torch"
+        with contextlib.suppress(OSError), place.open("rb") as file:
+            if is_torch_file(file.read(64)):
+                return (
+                    Probe.yes("a file of torch.save") if named_so else Probe.maybe("a zip file, as torch.save writes")
+                )
+        # Its reader can say what it is instead, an LFS pointer for one.
+        return Probe.maybe("a PyTorch file by its name alone") if named_so else Probe.no("not a file of torch.save")

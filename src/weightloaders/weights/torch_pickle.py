@@ -1,0 +1,303 @@
+"""Unpickling what `torch.save` wrote: by torch's own weights-only unpickler, with every storage on the meta device.
+
+So nothing but the pickle itself is read, and no code of the file runs. Where torch's unpickler (which is private to
+torch) is absent, `Unpickler` is None and `weightloaders.weights.torch_zip` asks `torch.load` instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import pickle
+import pickletools
+import re
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightloaders.errors import CheckpointFormatError, OptionsError, UnsafeCheckpointError, WeightLoadersError
+
+try:
+    from torch._weights_only_unpickler import Unpickler
+except ImportError:  # pragma: no cover -- no torch that is released lacks it
+    Unpickler = None  # type: ignore[assignment,misc]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import IO
+
+# What is admitted is a setting of the whole process in torch, so two threads must not change it at once.
+_lock = threading.RLock()
+
+# Globals that allocate when called with a size. Only a file that mentions one pays for having its calls watched.
+_ALLOCATORS = re.compile(rb"c(?:builtins|__builtin__)\nbytearray\n|ctorch[.\w]*\n(?:\w*Tensor|(?:Unt|T)ypedStorage)\n")
+_CALLS = (b"R", b"\x81", b"b")  # the opcodes REDUCE, NEWOBJ and BUILD
+
+_RESAVE = "where it was made: torch.save(model.state_dict(), path)"
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePart:
+    """The bytes that a storage stands for.
+
+    Args:
+        record: Key of the record of the file that holds them.
+        offset: First byte within the record.
+        nbytes: How many the pickle says there are.
+    """
+
+    record: str
+    offset: int
+    nbytes: int
+
+
+class MetaStorages:
+    """The storages that a file's pickle names, as meta storages of the claimed size.
+
+    Args:
+        file: The file, for messages.
+
+    Attributes:
+        claims: Elements and bytes an element of each record, as the pickle claims them.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.claims: dict[str, tuple[int, int]] = {}
+        self._storages: dict[StoragePart, torch.UntypedStorage] = {}
+        self._parts: dict[int, StoragePart] = {}
+
+    def persistent_load(self, saved_id: Any) -> torch.TypedStorage:
+        """Make the storage for a persistent id ``("storage", type, record, location, numel[, view])``."""
+        try:
+            kind, record, _location, numel, *more = saved_id[1:]
+            view = more[0] if more else None
+            # A storage type is a stand-in that knows its dtype; the dtypes of recent years come untyped.
+            dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
+            start, size = (0, numel) if view is None else view[1:]
+            consistent = 0 <= start <= start + size <= numel
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointFormatError(f"{self.file} names a storage in an unknown way", file=self.file) from error
+        claim = (numel, dtype.itemsize)
+        if not consistent or self.claims.setdefault(str(record), claim) != claim:
+            raise CheckpointFormatError(
+                f"{self.file} contradicts itself about the size of its storage {record!r}", file=self.file
+            )
+        part = StoragePart(str(record), start * dtype.itemsize, size * dtype.itemsize)
+        storage = self._storages.get(part)
+        if storage is None:
+            storage = self._storages[part] = torch.UntypedStorage(part.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            self._parts[id(storage)] = part
+        return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+    def part_of(self, tensor: torch.Tensor) -> StoragePart | None:
+        """The bytes behind a tensor's storage; None where it is no storage of this file."""
+        # A storage has one Python object as long as that is alive, and `_storages` keeps it alive.
+        return self._parts.get(id(tensor.untyped_storage()))
+
+
+def mentions_allocators(pickled: bytes) -> bool:
+    """Whether a pickle may call something that allocates by a number."""
+    return _ALLOCATORS.search(pickled) is not None
+
+
+def unpickle(
+    file: IO[bytes], storages: MetaStorages, *, safe_globals: Sequence[Any] = (), watch: int | None = None
+) -> Any:
+    """One object of a pickle stream, weights-only, its tensors on the meta device.
+
+    Args:
+        file: The stream, at the object's first byte; seekable.
+        storages: Gets the storages that the object names.
+        safe_globals: Further classes and functions to admit; see `admitted`.
+        watch: Refuse calls that would allocate more than this many elements.
+
+    Raises:
+        UnsafeCheckpointError: If it needs globals that are not admitted.
+        CheckpointFormatError: If it is damaged, or holds tensors that have no raw bytes.
+        SlowPathNeededError: If torch can read it, but not on the meta device.
+    """
+    if Unpickler is None:
+        raise SlowPathNeededError
+    name, start = storages.file, file.tell()
+    unpickler: Any = Unpickler(file, encoding="utf-8")
+    unpickler.persistent_load = storages.persistent_load
+    if watch is not None:
+        unpickler.read = _watched(unpickler, watch, name)
+    with admitted(safe_globals), warnings.catch_warnings():
+        # torch warns of other protocols and of sparse tensors; what matters of that is in our errors and notes.
+        warnings.simplefilter("ignore")
+        try:
+            return unpickler.load()
+        except WeightLoadersError:
+            raise
+        except pickle.UnpicklingError as error:
+            file.seek(start)
+            raise _refused(str(error), name, *_globals_of(file)) from error
+        except MemoryError as error:
+            raise CheckpointFormatError(f"{name} claims objects that do not fit into memory", file=name) from error
+        except Exception as error:
+            raise _not_understood(error, unpickler.stack, name) from error
+        finally:
+            # torch remembers sparse tensors to check them after loading; ones without data can't be checked.
+            getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()  # noqa: SLF001
+
+
+class SlowPathNeededError(Exception):
+    """This pickle can't be read with its tensors on the meta device."""
+
+
+@contextlib.contextmanager
+def admitted(safe_globals: Sequence[Any]) -> Iterator[None]:
+    """A context in which torch's weights-only unpickler admits these classes and functions too.
+
+    Args:
+        safe_globals: Classes, functions, ``(object, "module.name")`` pairs, or names ``"package.module:name"``.
+
+    Raises:
+        OptionsError: If something else is among them, or a name can't be imported.
+    """
+    wanted = [_checked_global(item) for item in safe_globals]
+    with _lock:
+        # What the process admits anyway is not ours to take away afterwards.
+        already = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([item for item in wanted if item not in already]):
+            yield
+
+
+def _checked_global(item: Any) -> Any:
+    if isinstance(item, str):
+        module, _, name = item.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise OptionsError(
+                f"safe_globals: can't import {item!r}: {error}",
+                hint='write "package.module:name", or pass the class itself',
+            ) from error
+    if callable(item) or (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], str)):
+        return item
+    raise OptionsError(f"safe_globals holds classes and functions, not {item!r}")
+
+
+def _watched(unpickler: Any, limit: int, name: str) -> Callable[[int], bytes]:
+    """The unpickler's ``read``, which looks at each call before the unpickler makes it.
+
+    Some of what torch admits allocates memory when it is called with a number, so that a file of a hundred bytes could
+    ask for all there is.
+    """
+    read = unpickler.read
+
+    def watched(size: int) -> bytes:
+        data: bytes = read(size)
+        # An argument byte may look like one of the opcodes; then what is checked here is not called now.
+        if size == 1 and data in _CALLS and len(unpickler.stack) > 1:
+            called, arguments = unpickler.stack[-2:]
+            if getattr(called, "__name__", "") == "_rebuild_from_type_v2" and len(arguments) > 2:
+                called, arguments = arguments[0], arguments[2]
+            flat = list(_flat(arguments))
+            if _allocates(called) or any(_is_real(value) for value in flat):
+                elements = math.prod(value for value in flat if type(value) is int)
+                if elements > limit:
+                    raise CheckpointFormatError(
+                        f"{name} asks for {elements} elements, more than it can hold", file=name
+                    )
+        return data
+
+    return watched
+
+
+def _allocates(called: Any) -> bool:
+    if isinstance(called, type):
+        return issubclass(called, bytearray | torch.Tensor | torch.UntypedStorage | torch.TypedStorage)
+    return _is_real(called)
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it has memory of its own: nothing that the file stores has, before it is read."""
+    if isinstance(value, torch.TypedStorage):
+        value = value._untyped_storage  # noqa: SLF001 -- its public twin warns
+    return isinstance(value, torch.Tensor | torch.UntypedStorage) and value.device.type != "meta"
+
+
+def _flat(value: Any, depth: int = 0) -> Iterator[Any]:
+    if isinstance(value, tuple | list) and depth < 8:
+        for item in value:
+            yield from _flat(item, depth + 1)
+    else:
+        yield value
+
+
+def _refused(reason: str, name: str, wanted: list[str], complete: bool) -> WeightLoadersError:
+    if any(g.startswith(("torch.nn.modules.", "torch.nn.parallel.")) for g in wanted):
+        return UnsafeCheckpointError(
+            f"{name} is a whole pickled model, not a state dict; it needs {', '.join(wanted)}", file=name, hint=_RESAVE
+        )
+    if wanted:
+        return UnsafeCheckpointError(
+            f"{name} is a pickle that would run code to make objects of: {', '.join(wanted)}",
+            file=name,
+            hint=f"if you trust them: safe_globals=[...]; else {_RESAVE}",
+        )
+    if not complete:
+        return _damaged(reason, name)
+    if "operand" in reason:
+        return CheckpointFormatError(
+            f"{name} uses a pickle protocol that torch does not read weights-only ({reason})",
+            file=name,
+            hint="save it with torch.save's default pickle protocol",
+        )
+    return UnsafeCheckpointError(f"torch's weights-only unpickler refuses {name}: {reason}", file=name, hint=_RESAVE)
+
+
+def _damaged(reason: str, name: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"the pickle in {name} is damaged: {reason}",
+        file=name,
+        hint="the file is truncated or corrupted; fetch it again",
+    )
+
+
+def _not_understood(error: Exception, stack: list[Any], name: str) -> Exception:
+    """What to raise for an error from within; what the unpickler was making is still on its stack."""
+    making = getattr(stack[-1] if stack else None, "__name__", "")
+    kind = {
+        "_rebuild_qtensor": "quantized",
+        "_rebuild_nested_tensor": "nested",
+        "_rebuild_wrapper_subclass": "a tensor subclass without data of its own",
+    }.get(making)
+    if kind is not None:
+        tensor = next((o for o in reversed(stack) if isinstance(o, str)), None)
+        return CheckpointFormatError(
+            f"tensor {tensor!r} of {name} is {kind}; its values are not raw numbers that could be loaded",
+            file=name,
+            tensor=tensor,
+            hint="save it dequantized and dense" if kind != "nested" else "save its parts as tensors of their own",
+        )
+    if making.startswith("_rebuild_device_tensor"):
+        return SlowPathNeededError()
+    return _damaged(f"{type(error).__name__}: {error}", name)
+
+
+def _globals_of(pickled: IO[bytes]) -> tuple[list[str], bool]:
+    """Names of the globals of a pickle that torch does not admit, and whether it could be followed to its end."""
+    module = importlib.import_module("torch._weights_only_unpickler")
+    known = {*getattr(module, "_get_allowed_globals", dict)(), *getattr(module, "_get_user_allowed_globals", dict)()}
+    found: dict[str, None] = {}
+    strings: list[str] = []
+    complete = False
+    # Of a damaged pickle, what was seen until then is what can be told.
+    with contextlib.suppress(Exception):
+        for opcode, argument, _ in pickletools.genops(pickled):
+            if opcode.name in ("GLOBAL", "INST"):
+                found[str(argument).replace(" ", ".")] = None
+            elif opcode.name == "STACK_GLOBAL":
+                found[".".join(strings[-2:])] = None
+            elif isinstance(argument, str):
+                strings = [*strings[-1:], argument]
+        complete = True
+    return [name for name in found if name not in known], complete

@@ -1,0 +1,351 @@
+"""The catalogue of a file that `torch.save` wrote (.bin, .pt, .pth), without reading a tensor.
+
+The format is a zip whose record ``NAME/data.pkl`` is a pickle of tensors over storages, and whose records
+``NAME/data/KEY`` are the storages' bytes, raw; see ``torch/serialization.py``. Files of torch before 1.6 are a pickle
+with the storages behind it. A tensor is a strided view of a storage, so its extent is a strided span of the record.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
+from weightloaders.weights.info import Extent, TensorInfo
+from weightloaders.weights.reading import read_tensor
+from weightloaders.weights.sniff import describe_content
+from weightloaders.weights.source import ByteSource, FileSource
+from weightloaders.weights.source_file import SourceFile
+from weightloaders.weights.state_dict import find_state_dict
+from weightloaders.weights.torch_pickle import (
+    MetaStorages,
+    SlowPathNeededError,
+    admitted,
+    mentions_allocators,
+    unpickle,
+)
+from weightloaders.weights.zip_directory import ZIP_MAGIC, Record, read_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+# Protocol 2, then torch's magic number 0x1950a86a20f9469cfc6c.
+_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY_PROTOCOL = 1001
+_REFETCH = "the file is truncated or damaged; fetch it again"
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """What a torch file holds.
+
+    Args:
+        infos: The tensors of its state dict, in the order of the file.
+        notes: Remarks: what was unwrapped, left out, made dense.
+        key: Dotted path to the state dict within the file; ``""`` for the whole file.
+        metadata: Empty: the format has no texts of its own. There so that every format's reader answers alike.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    notes: tuple[str, ...]
+    key: str
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+def is_torch_file(head: bytes) -> bool:
+    """Whether a file that begins with these bytes (16 or more) may be one that `torch.save` wrote."""
+    return head.startswith((ZIP_MAGIC, _LEGACY_MAGIC))
+
+
+def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequence[Any] = ()) -> TorchFile:
+    """Catalogue a torch file. Nothing of it runs, and only its pickle and its directory are read.
+
+    Args:
+        source: The file.
+        key: Dotted path to the state dict within the file; None to look for it.
+        safe_globals: Classes and functions beyond torch's own list that the pickle may use, because you trust them.
+
+    Raises:
+        UnsafeCheckpointError: If the pickle needs other globals, or records overlap.
+        AmbiguousSourceError: If several state dicts could be meant.
+        CheckpointFormatError: If it is no torch file, is damaged, or holds a tensor without raw values (a quantized or
+            nested one).
+        OptionsError: If ``key`` leads nowhere, or ``safe_globals`` holds something else.
+    """
+    head = source.read(0, min(len(_LEGACY_MAGIC), source.size))
+    try:
+        if head.startswith(ZIP_MAGIC):
+            content = _open_zip(source, safe_globals)
+        elif head == _LEGACY_MAGIC:
+            content = _open_legacy(source, safe_globals)
+        else:
+            raise _no_torch_file(source, head)
+    except SlowPathNeededError:
+        content = _load_whole(source, safe_globals)
+    found = find_state_dict(content.root, key=key, file=source.name)
+    infos = tuple(content.info(name, tensor) for name, tensor in found.tensors.items())
+    file = PurePath(source.name).name
+    notes = [f"{file}: {note}" for note in content.notes]
+    if found.key and key is None:
+        notes.append(f"{file}: the weights are its {found.key!r}")
+    if found.left_out:
+        notes.append(f"{file}: left out beside the weights: {_listed(found.left_out)}")
+    if content.densified:
+        notes.append(f"{file}: sparse tensors, made dense when read: {_listed(content.densified)}")
+    if content.unpacked:
+        notes.append(f"{file}: compressed, so read slowly: {_listed(content.unpacked)}")
+    return TorchFile(infos, tuple(notes), found.key)
+
+
+@dataclass(slots=True)
+class _Content:
+    """What was unpickled, and where the storages of its tensors lie."""
+
+    source: ByteSource
+    root: Any
+    storages: MetaStorages
+    records: Mapping[str, Record] = field(default_factory=dict)
+    byteorder: Literal["little", "big"] = "little"
+    notes: list[str] = field(default_factory=list)
+    densified: list[str] = field(default_factory=list)
+    unpacked: list[str] = field(default_factory=list)
+
+    def check_claims(self) -> None:
+        """Each storage that the pickle names must have a record of just its size."""
+        for key, (numel, itemsize) in self.storages.claims.items():
+            record, nbytes = self.records.get(key), numel * itemsize
+            if record is None and nbytes:
+                raise self._error(f"lacks the record of its storage {key!r}", hint=_REFETCH)
+            if record is not None and record.size != nbytes:
+                raise self._error(
+                    f"has {record.size} bytes for its storage {key!r}, but its pickle says {nbytes}", hint=_REFETCH
+                )
+
+    def info(self, name: str, tensor: torch.Tensor) -> TensorInfo:
+        """The catalogue entry of a tensor of the state dict."""
+        kind = _unreadable(tensor)
+        if kind is not None:
+            raise self._error(
+                f"holds the tensor {name!r}, which is {kind}", tensor=name, hint="save it as a plain, dense tensor"
+            )
+        if tensor.layout is torch.strided:
+            return self._strided(name, tensor)
+        parts = [self._strided(name, getattr(tensor, part)()) for part in _SPARSE_PARTS[tensor.layout]]
+        self.densified.append(name)
+        shape = tuple(tensor.shape)
+        dense = partial(_dense, parts, tensor.layout, shape, name, self.source.name)
+        return TensorInfo(name, tensor.dtype, shape, read=dense)
+
+    def _strided(self, name: str, tensor: torch.Tensor) -> TensorInfo:
+        dtype, shape, strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
+        part = self.storages.part_of(tensor)
+        if part is None:
+            if tensor.device.type == "meta":
+                raise self._error(
+                    f"holds no data for the tensor {name!r}: it was saved from the meta device", tensor=name
+                )
+            return TensorInfo(name, dtype, shape, read=partial(_own_copy, tensor))
+        if 0 in shape:
+            return TensorInfo(name, dtype, shape)
+        start = int(tensor.storage_offset()) * dtype.itemsize
+        length = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * dtype.itemsize
+        if start + length > part.nbytes:
+            raise self._error(
+                f"says that the tensor {name!r} ends at byte {start + length} of a storage of {part.nbytes}",
+                tensor=name,
+                hint=_REFETCH,
+            )
+        record = self.records[part.record]
+        where = _Unpacked(record) if record.deflated else self.source
+        offset = part.offset + start + (0 if record.deflated else record.offset)
+        raw = TensorInfo(name, dtype, shape, (Extent(where, offset, length, dtype, self.byteorder, shape, strides),))
+        if record.deflated:
+            self.unpacked.append(name)
+        elif not (tensor.is_conj() or tensor.is_neg()):
+            return raw
+        return TensorInfo(name, dtype, shape, read=partial(_resolved, raw, tensor.is_conj(), tensor.is_neg()))
+
+    def _error(self, what: str, **where: str | None) -> CheckpointFormatError:
+        return CheckpointFormatError(f"{self.source.name} {what}", file=self.source.name, **where)
+
+
+class _Unpacked(ByteSource):
+    """A deflated record as a source of its unpacked bytes. Each read unpacks it again."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self.name = record.source.name
+
+    @property
+    def size(self) -> int:
+        return self._record.size
+
+    @property
+    def identity(self) -> Hashable:
+        return self._record.source.identity, self._record.offset
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        view[:] = self._record.read(self._record.size)[offset : offset + len(view)]
+
+
+# ------------------------------------------------------------------ the three ways in
+
+
+def _open_zip(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
+    records = read_directory(source)
+    roots = [name.removesuffix("/data.pkl") for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(roots) != 1:
+        what = describe_content(source)
+        raise CheckpointFormatError(
+            f"{source.name} is no file of torch.save: {what}, with {len(roots)} records NAME/data.pkl",
+            file=source.name,
+        )
+    root = roots[0]
+    if f"{root}/constants.pkl" in records:
+        raise CheckpointFormatError(
+            f"{source.name} is a TorchScript program, not a state dict",
+            file=source.name,
+            hint="torch.save(torch.jit.load(path).state_dict(), new_path)",
+        )
+    order = records[f"{root}/byteorder"].read().decode("latin-1") if f"{root}/byteorder" in records else "little"
+    if order not in ("little", "big"):
+        raise CheckpointFormatError(f"{source.name} has the unknown byte order {order!r}", file=source.name)
+    pickled = records[f"{root}/data.pkl"].read()
+    storages = MetaStorages(source.name)
+    unpickled = unpickle(
+        io.BytesIO(pickled),
+        storages,
+        safe_globals=safe_globals,
+        watch=source.size if mentions_allocators(pickled) else None,
+    )
+    prefix = f"{root}/data/"
+    by_key = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
+    content = _Content(source, unpickled, storages, by_key, "big" if order == "big" else "little")
+    content.check_claims()
+    return content
+
+
+def _open_legacy(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
+    file = SourceFile(source)
+    storages = MetaStorages(source.name)
+    # The magic number, the protocol's version, facts about the system, the object, the storages' keys in their order.
+    _, version, _, root, keys = (
+        unpickle(file, storages, safe_globals=safe_globals, watch=source.size) for _ in range(5)
+    )
+    if version != _LEGACY_PROTOCOL or not isinstance(keys, list) or len({str(key) for key in keys}) != len(keys):
+        raise CheckpointFormatError(f"{source.name} is no valid file of an old torch", file=source.name, hint=_REFETCH)
+    records: dict[str, Record] = {}
+    position = file.tell()
+    for key in map(str, keys):
+        numel, itemsize = storages.claims.get(key, (-1, 1))
+        header = source.read(position, 8) if position + 8 <= source.size else b""
+        position += 8
+        # Both the count and the data are little-endian, whatever machine wrote them.
+        if int.from_bytes(header, "little", signed=True) != numel or position + numel * itemsize > source.size:
+            raise CheckpointFormatError(
+                f"the storage {key!r} of {source.name} is cut off, or its size is not what the pickle says",
+                file=source.name,
+                hint=_REFETCH,
+            )
+        records[key] = Record(source, key, position, numel * itemsize, numel * itemsize)
+        position += numel * itemsize
+    content = _Content(source, root, storages, records)
+    content.check_claims()
+    return content
+
+
+def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
+    """By `torch.load` itself, weights-only: for a torch without the unpickler, and for tensors that need a device."""
+    path = source.path if isinstance(source, FileSource) else None
+    mapped = path is not None and source.read(0, 4) == ZIP_MAGIC
+    with admitted(safe_globals), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            root = torch.load(
+                str(path) if mapped else SourceFile(source), map_location="cpu", weights_only=True, mmap=mapped
+            )
+        except WeightLoadersError:
+            raise
+        except pickle.UnpicklingError as error:
+            raise UnsafeCheckpointError(
+                f"{source.name} is refused by torch's weights-only unpickler: {error}", file=source.name
+            ) from error
+        except Exception as error:
+            raise CheckpointFormatError(
+                f"torch can't load {source.name}: {type(error).__name__}: {error}", file=source.name, hint=_REFETCH
+            ) from error
+    note = "loaded whole by torch.load, because its tensors could not be catalogued without it"
+    return _Content(source, root, MetaStorages(source.name), notes=[note])
+
+
+def _no_torch_file(source: ByteSource, head: bytes) -> CheckpointFormatError:
+    content = describe_content(source)
+    if content is None and head[:1] == b"\x80":
+        content = "a pickle, but none that torch.save wrote; it is not opened, because unpickling can run code"
+    return CheckpointFormatError(
+        f"{source.name} is no file of torch.save: {content or 'its first bytes are those of no known format'}",
+        file=source.name,
+    )
+
+
+# ------------------------------------------------------------------ tensors
+
+
+def _unreadable(tensor: torch.Tensor) -> str | None:
+    """What makes it more than raw values, if it is; None for what can be read."""
+    if tensor.is_quantized or str(tensor.dtype).startswith("torch.q"):
+        return "quantized"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__name__}, whose values only its own class knows"
+    if tensor.layout is not torch.strided and tensor.layout not in _SPARSE_PARTS:
+        return f"of the layout {tensor.layout}"
+    return None
+
+
+def _resolved(raw: TensorInfo, conjugate: bool, negative: bool) -> torch.Tensor:
+    """The values behind a lazily conjugated or negated view."""
+    tensor = read_tensor(raw)
+    if conjugate:
+        tensor = torch.conj_physical(tensor)
+    return torch.neg(tensor) if negative else tensor
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _dense(parts: list[TensorInfo], layout: torch.layout, shape: tuple[int, ...], name: str, file: str) -> torch.Tensor:
+    *indices, values = [read_tensor(part) for part in parts]
+    try:
+        if layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(indices[0], values, shape, check_invariants=True).to_dense()
+        compressed, plain = indices
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, shape, layout=layout, check_invariants=True
+        ).to_dense()
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointFormatError(
+            f"the sparse tensor {name!r} of {file} can't be made dense: {error}", file=file, tensor=name
+        ) from error
+
+
+def _listed(items: Sequence[str]) -> str:
+    more = len(items) - 8
+    return ", ".join(items[:8]) + (f" and {more} more" if more > 0 else "")
