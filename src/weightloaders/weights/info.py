@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import index as _index
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from weightloaders.errors import CheckpointFormatError, LoaderContractError
 from weightloaders.weights.source import ByteSource, FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 ByteOrder = Literal["little", "big"]
 
@@ -167,7 +168,8 @@ def _filled_in(extent: Extent, name: str, dtype: torch.dtype, shape: tuple[int, 
             tensor=name,
         )
     size = extent.source.size
-    if extent.offset < 0 or extent.offset + length > size:
+    # Where nothing is read, it does not matter where from: views of no elements may start anywhere.
+    if extent.offset < 0 or (length and extent.offset + length > size):
         raise CheckpointFormatError(
             f"tensor {name!r} lies at bytes {extent.offset} to {extent.offset + length} of a source of {size} bytes",
             file=extent.source.name,
@@ -201,6 +203,16 @@ def _check_box(
         raise CheckpointFormatError(
             f"an extent of {name!r} has negative strides {list(strides)}", file=extent.source.name, tensor=name
         )
+
+
+def _as_extents(value: Any, name: str) -> tuple[Extent, ...]:
+    extents = tuple(value) if isinstance(value, Iterable) else (value,)
+    for extent in extents:
+        if not isinstance(extent, Extent):
+            raise LoaderContractError(
+                f"the extents of tensor {name!r} are Extent objects, not {type(extent).__name__}", tensor=name
+            )
+    return extents
 
 
 def _same_steps(shape: tuple[int, ...], strides: tuple[int, ...], dense: tuple[int, ...]) -> bool:
@@ -255,7 +267,7 @@ class TensorInfo:
         _set(self, "dtype", dtype)
         _set(self, "shape", sizes)
         _set(self, "read", read)
-        pieces = (extents,) if isinstance(extents, Extent) else tuple(extents)
+        pieces = (extents,) if isinstance(extents, Extent) else _as_extents(extents, name)
         _set(self, "extents", tuple([_filled_in(extent, name, dtype, sizes) for extent in pieces]))
         if read is None:
             _check_cover(self)

@@ -14,10 +14,19 @@ if TYPE_CHECKING:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor as a writable view; valid as long as the tensor lives."""
+    """The bytes of a contiguous CPU tensor as a writable view; valid as long as the tensor lives.
+
+    Raises:
+        LoaderContractError: If the tensor has no memory of that kind.
+    """
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
+    # Reading through a pointer that is none ends the process, so this is checked here for everybody.
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.data_ptr():
+        raise LoaderContractError(
+            f"a tensor on {tensor.device} with strides {tensor.stride()} has no dense memory here"
+        )
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -67,8 +76,10 @@ def read_extent(extent: Extent) -> torch.Tensor:
     """The elements of one extent, in the dtype and shape that they are stored in, native byte order, dense."""
     shape, strides = extent.shape or (), extent.strides or ()
     dtype = extent.stored_dtype
-    if extent.is_contiguous:
+    if extent.is_contiguous or 0 in shape:
         flat = torch.empty(shape, dtype=dtype)
+        if not flat.numel():
+            return flat
         extent.source.read_into(memory_of(flat), extent.offset)
         return native_order(flat, extent)
     span = torch.empty(extent.length // dtype.itemsize, dtype=dtype)
@@ -111,6 +122,7 @@ def same_values(a: TensorInfo, b: TensorInfo) -> bool:
 def _same_bytes(a: Extent, b: Extent) -> bool:
     chunk = 1 << 22
     return all(
-        a.source.read(a.offset + at, min(chunk, a.length - at)) == b.source.read(b.offset + at, min(chunk, a.length - at))
+        a.source.read(a.offset + at, min(chunk, a.length - at))
+        == b.source.read(b.offset + at, min(chunk, a.length - at))
         for at in range(0, a.length, chunk)
     )
