@@ -299,7 +299,7 @@ class TensorInfo:
 
 def _check_sizes(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     nbytes = math.prod(shape) * dtype.itemsize
-    if shape and nbytes <= 0:
+    if shape and min(shape) <= 0:
         if min(shape) < 0:
             raise CheckpointFormatError(f"the shape of tensor {name!r} has a negative size: {list(shape)}", tensor=name)
         # An empty tensor has strides too, which must not overflow.
