@@ -13,23 +13,41 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from weightloaders.api import (
         from_pretrained as from_pretrained,
+    )
+    from weightloaders.api import (
         load_into as load_into,
+    )
+    from weightloaders.api import (
         load_model as load_model,
+    )
+    from weightloaders.api import (
         open_weights as open_weights,
+    )
+    from weightloaders.api import (
         plan_load as plan_load,
+    )
+    from weightloaders.api import (
         safetensors_weights_iterator as safetensors_weights_iterator,
+    )
+    from weightloaders.api import (
         save_weights as save_weights,
     )
     from weightloaders.hooks import hookimpl as hookimpl
     from weightloaders.llm.llm import LLM as LLM
-    from weightloaders.llm.outputs import RequestOutput as RequestOutput, SamplingParams as SamplingParams
-    from weightloaders.loaders.base import BaseWeightLoader as BaseWeightLoader, Probe as Probe
-    from weightloaders.loading import default_weight_loader as default_weight_loader, load_status as load_status
-    from weightloaders.mapping.rules import Convert as Convert, Drop as Drop, Rename as Rename
+    from weightloaders.llm.outputs import RequestOutput as RequestOutput
+    from weightloaders.llm.outputs import SamplingParams as SamplingParams
+    from weightloaders.loaders.base import BaseWeightLoader as BaseWeightLoader
+    from weightloaders.loaders.base import Probe as Probe
+    from weightloaders.loading import default_weight_loader as default_weight_loader
+    from weightloaders.loading import load_status as load_status
+    from weightloaders.mapping.rules import Convert as Convert
+    from weightloaders.mapping.rules import Drop as Drop
+    from weightloaders.mapping.rules import Rename as Rename
     from weightloaders.plan import LoadPlan as LoadPlan
     from weightloaders.registry import WeightLoaderRegistry as WeightLoaderRegistry
     from weightloaders.report import LoadReport as LoadReport
-    from weightloaders.weights.info import Extent as Extent, TensorInfo as TensorInfo
+    from weightloaders.weights.info import Extent as Extent
+    from weightloaders.weights.info import TensorInfo as TensorInfo
     from weightloaders.weights.source import ByteSource as ByteSource
     from weightloaders.weights.weights import Weights as Weights
 
@@ -62,7 +80,7 @@ _HOMES = {
     "save_weights": "weightloaders.api",
 }
 
-__all__ = sorted(["__version__", *_HOMES])  # noqa: PLE0605 -- derived from the one table, so that neither can lag
+__all__ = sorted(["__version__", *_HOMES])
 
 
 def __getattr__(name: str) -> Any:

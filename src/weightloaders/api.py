@@ -18,7 +18,7 @@ from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.skeleton import HUB_OPTIONS, build_skeleton, stored_dtype_of
 from weightloaders.targets import Targets
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
-from weightloaders.weights.weights import Stream, Weights, as_weights
+from weightloaders.weights.weights import Weights, as_catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,11 +50,7 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         OptionsError: If the options don't suit the loader.
     """
     found = WeightLoaderRegistry.resolve(loader, kwargs, source=str(source))
-    weights = as_weights(found.get_weights(str(source)), borrowed=bool(found.borrowed))
-    if isinstance(weights, Stream):
-        # A stream has no catalogue; opened for looking at, it is held.
-        return as_weights(dict(weights))  # type: ignore[return-value] -- a dict always becomes Weights
-    return weights
+    return as_catalogue(found.get_weights(str(source)), borrowed=bool(found.borrowed))
 
 
 def plan_load(
@@ -85,11 +81,8 @@ def plan_load(
     """
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
-    wrapped = as_weights(weights)
-    if isinstance(wrapped, Stream):
-        wrapped = as_weights(dict(wrapped))
     context = LoadContext(parse_rules(rules), Policies(on_missing, on_unexpected, on_mismatch))
-    return make_plan(model, wrapped, context)  # type: ignore[arg-type] -- a dict always becomes Weights
+    return make_plan(model, as_catalogue(weights), context)
 
 
 def load_into(
@@ -209,8 +202,8 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
 
     Args:
         model: The model.
-        path: A folder (``model.safetensors``, or shards with an index), or a file that ends in ``.safetensors``. It may be
-            what the model was loaded from.
+        path: A folder (``model.safetensors``, or shards with an index), or a file that ends in ``.safetensors``. It
+            may be what the model was loaded from.
         max_shard_size: Bytes a shard, as a number or like ``"5GB"``.
 
     Returns:
@@ -338,13 +331,13 @@ class _Given(BaseWeightLoader):
 
 def _stored_dtype(source: Any, resolved: Any) -> torch.dtype | None:
     if resolved is None:
-        return stored_dtype_of(as_weights(source)) if not hasattr(source, "__next__") else None
+        # A stream can be read only once, so it can't be looked at before.
+        return stored_dtype_of(as_catalogue(source)) if isinstance(source, Weights | dict) else None
     weights = resolved.get_weights(str(source))
-    try:
-        return stored_dtype_of(weights)
-    finally:
-        if isinstance(weights, Weights):
-            weights.close()
+    if not isinstance(weights, Weights | dict):
+        return None
+    with as_catalogue(weights) as catalogue:
+        return stored_dtype_of(catalogue)
 
 
 def parse_size(size: int | str) -> int:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightloaders.errors import ModelError, SourceError
+from weightloaders.errors import ModelError
 from weightloaders.mapping.transformers import tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
+
+    from weightloaders.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Skeleton:
 
     def initialise(self, model: nn.Module, gaps: list[str]) -> None:
         """Compute buffers, and initialise the named gaps as transformers would, before any weight moves."""
-        if not _on_meta_or_marked(model):
+        if not hasattr(model, "named_non_persistent_buffers") or not hasattr(model, "initialize_weights"):
             return
         device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         tied = set(tied_names(model))
@@ -67,10 +69,6 @@ class Skeleton:
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _on_meta_or_marked(model: nn.Module) -> bool:
-    return hasattr(model, "named_non_persistent_buffers") and hasattr(model, "initialize_weights")
 
 
 def build_skeleton(
@@ -186,7 +184,9 @@ def _remote_class(config: Any, source: str | None, hub: Mapping[str, Any]) -> An
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     references = {k: v for k, v in config.auto_map.items() if k.startswith("AutoModel")}
-    preferred = next((k for k in ("AutoModelForCausalLM", "AutoModel") if k in references), next(iter(references), None))
+    preferred = next(
+        (k for k in ("AutoModelForCausalLM", "AutoModel") if k in references), next(iter(references), None)
+    )
     if preferred is None:
         raise ModelError(f"the config of {source} brings code, but none for a model: {config.auto_map}")
     reference = references[preferred]
@@ -194,9 +194,7 @@ def _remote_class(config: Any, source: str | None, hub: Mapping[str, Any]) -> An
     return get_class_from_dynamic_module(reference, _plain_name(str(source or config.name_or_path)), **options)
 
 
-def _dtype(
-    dtype: torch.dtype | str, config: Any, stored: Callable[[], torch.dtype | None] | None
-) -> torch.dtype:
+def _dtype(dtype: torch.dtype | str, config: Any, stored: Callable[[], torch.dtype | None] | None) -> torch.dtype:
     if isinstance(dtype, str) and dtype != "auto":
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
@@ -217,17 +215,14 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, kwargs: dict[str
         contexts = model_class.get_init_context(dtype, False, False, False)
     except (AttributeError, TypeError):
         logger.info("transformers builds models in another way now; this one is built on the CPU first")
-        return _constructed(lambda: model_class._from_config(config, dtype=dtype, **kwargs), model_class)  # type: ignore[no-any-return]  # noqa: SLF001 -- the public AutoModel.from_config forwards to it
-    config = model_class._autoset_attn_implementation(config) if _old(model_class) else config  # noqa: SLF001 -- see above
+        # What the public AutoModel.from_config forwards to.
+        built: nn.Module = _constructed(lambda: model_class._from_config(config, dtype=dtype, **kwargs), model_class)  # noqa: SLF001
+        return built
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
         model: nn.Module = _constructed(lambda: model_class(config, **kwargs), model_class)
     return model
-
-
-def _old(model_class: Any) -> bool:
-    return hasattr(model_class, "_autoset_attn_implementation")
 
 
 def _constructed(build: Callable[[], Any], model_class: Any) -> Any:
@@ -241,9 +236,9 @@ def _constructed(build: Callable[[], Any], model_class: Any) -> Any:
 
 def _kept_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Parameters that stay float32 whatever the model's dtype is."""
-    plan = getattr(model, "_get_dtype_plan", lambda _: {})(dtype)
-    if not plan:
+    if not hasattr(model, "_get_dtype_plan"):
         return {}
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)  # noqa: SLF001 -- transformers' own list of them
     patterns = [(re.compile(pattern.replace("*", ".*")), kept) for pattern, kept in plan.items()]
     kept_dtypes = {}
     for name, _ in _named(model):
@@ -265,10 +260,6 @@ def _add_generation_config(model: Any, source: str | None, hub: Mapping[str, Any
         logger.debug("%s has no generation config; the model's defaults stay", source)
 
 
-def stored_dtype_of(weights: Any) -> torch.dtype | None:
+def stored_dtype_of(weights: Weights) -> torch.dtype | None:
     """The dtype of the first floating-point tensor of a catalogue."""
-    try:
-        infos = weights.infos()
-    except (AttributeError, SourceError):
-        return None
-    return next((info.dtype for info in infos if info.dtype.is_floating_point), None)
+    return next((info.dtype for info in weights.infos() if info.dtype.is_floating_point), None)

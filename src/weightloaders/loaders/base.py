@@ -51,7 +51,7 @@ class BaseWeightLoader(ABC):
     Attributes:
         description: One line for ``weightloaders list``.
         Options: A pydantic model of the constructor's keyword arguments, for what a signature can't say.
-        borrowed: The tensors from `get_weights` are views of a buffer that is reused; the core then copies what it holds.
+        borrowed: The tensors from `get_weights` are views of a buffer that is reused; the core copies what it holds.
     """
 
     description: ClassVar[str] = ""
@@ -89,7 +89,7 @@ class BaseWeightLoader(ABC):
             PlanError: If something is missing or does not fit; nothing was touched then.
             LoadError: If reading failed on the way.
         """
-        from weightloaders.loading import load_planned  # noqa: PLC0415 -- a loader must be light to import
+        from weightloaders.loading import load_planned
 
         return load_planned(model, weights, borrowed=self.borrowed)
 

@@ -262,10 +262,7 @@ def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
                     tensor=str(name),
                     hint="unwrap the state dict first, e.g. checkpoint['state_dict']",
                 )
-        return Weights.describe(
-            (TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=_Held(tensor)) for name, tensor in value.items()),
-            borrowed=True,
-        )
+        return Weights.describe(_described(value), borrowed=True)
     if isinstance(value, Mapping):
         return Stream(((name, value[name]) for name in value), borrowed=borrowed)
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | torch.Tensor):
@@ -273,6 +270,27 @@ def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
     raise LoaderContractError(
         f"weights are Weights, a dict of tensors or an iterable of (name, tensor) pairs, not {type(value).__name__}"
     )
+
+
+def as_catalogue(value: Any, *, borrowed: bool = False) -> Weights:
+    """The same, but a stream, which has no catalogue, is read whole and held in memory.
+
+    Raises:
+        LoaderContractError: See `as_weights`.
+    """
+    weights = as_weights(value, borrowed=borrowed)
+    if isinstance(weights, Weights):
+        return weights
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if name in held:
+            raise DuplicateTensorError(f"the source has two tensors named {name!r}", tensor=name)
+        held[name] = tensor.clone() if weights.borrowed else tensor
+    return Weights.describe(_described(held), borrowed=True)
+
+
+def _described(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
+    return (TensorInfo(name, t.dtype, tuple(t.shape), read=_Held(t)) for name, t in tensors.items())
 
 
 class _Held:
