@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -463,6 +463,7 @@ def test_a_byte_order_mark_and_listed_metadata_do_no_harm(tmp_path: Path) -> Non
     assert index.weight_map == {"x": "model.safetensors"}
 
 
+@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda x: st.dictionaries(st.text(), x)))
 def test_whatever_json_an_index_holds_it_is_read_or_refused_by_our_own_error(value: Any) -> None:
     for content in (value, {"weight_map": value}):
@@ -702,6 +703,18 @@ def test_torch_shards_are_catalogued_by_their_index(tmp_path: Path) -> None:
     with catalogue(select_files(tmp_path)) as weights:
         assert torch.equal(weights["x"], torch.arange(3.0))
         assert torch.equal(weights["y"], torch.arange(2))
+
+
+def test_an_index_may_list_what_is_no_tensor_as_long_as_the_file_has_it(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2), "x._extra_state": None}, tmp_path / "pytorch_model.bin")
+    weight_map = {"x": "pytorch_model.bin", "x._extra_state": "pytorch_model.bin"}
+    write_index(tmp_path, weight_map, "pytorch_model.bin.index.json")
+    with catalogue(select_files(tmp_path)) as weights:
+        assert list(weights) == ["x"]
+        assert any("x._extra_state" in note for note in weights.notes)
+    write_index(tmp_path, {**weight_map, "y": "pytorch_model.bin"}, "pytorch_model.bin.index.json")
+    with pytest.raises(IncompleteCheckpointError, match="'y'"):
+        catalogue(select_files(tmp_path))
 
 
 def test_metadata_and_what_was_skipped_travel_with_the_weights(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def catalogue(
         SourceError: Whatever the format's reader finds wrong with a file.
     """
     if selection.family == "safetensors":
-        contents = _read_headers(selection, max_header_bytes or MAX_HEADER_BYTES)
+        contents = _read_headers(selection, MAX_HEADER_BYTES if max_header_bytes is None else max_header_bytes)
     else:
         contents = _read_pickles(selection, key, safe_globals)
     notes = [*selection.notes, *(note for content in contents.values() for note in content.notes)]
@@ -66,11 +66,12 @@ def catalogue(
 
 @dataclass(frozen=True)
 class _Contents:
-    """What one file holds."""
+    """What one file holds, whatever its format."""
 
     infos: Sequence[TensorInfo]
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    non_tensors: frozenset[str] = frozenset()
 
 
 def _read_headers(selection: Selection, max_header_bytes: int) -> dict[str, _Contents]:
@@ -89,7 +90,7 @@ def _read_pickles(selection: Selection, key: str | None, safe_globals: Sequence[
     contents = {}
     for file in selection.files:
         read = read_torch(FileSource(selection.folder / file), key=key, safe_globals=safe_globals)
-        contents[file] = _Contents(read.infos, notes=read.notes)
+        contents[file] = _Contents(read.infos, notes=read.notes, non_tensors=read.non_tensors)
     return contents
 
 
@@ -98,10 +99,15 @@ def _as_indexed(
 ) -> list[TensorInfo]:
     """The tensors that the index names, each from the file it names; others only on request."""
     held = {file: {info.name: info for info in content.infos} for file, content in contents.items()}
-    absent = [(tensor, file) for tensor, file in index.weight_map.items() if tensor not in held[file]]
+    chosen, absent = [], []
+    for tensor, file in index.weight_map.items():
+        if tensor in held[file]:
+            chosen.append(held[file][tensor])
+        # An index may list what the file does hold, but not as a tensor; the file's own notes name that.
+        elif tensor not in contents[file].non_tensors:
+            absent.append((tensor, file))
     if absent:
         raise _not_where_indexed(selection, index, absent, held)
-    chosen = [held[file][tensor] for tensor, file in index.weight_map.items()]
     rest: dict[str, list[TensorInfo]] = {}
     for file, infos in held.items():
         copies = [name for name in infos if index.weight_map.get(name, file) != file]

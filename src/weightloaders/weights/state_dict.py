@@ -41,11 +41,13 @@ class StateDict:
         tensors: Its tensors by name, in the order of the file.
         key: Dotted path to it within the file; ``""`` for the whole file.
         left_out: What else the file holds, as ``key (what it is)``.
+        non_tensors: The names in the state dict itself that stand for something other than a tensor.
     """
 
     tensors: dict[str, torch.Tensor]
     key: str
     left_out: tuple[str, ...]
+    non_tensors: frozenset[str]
 
 
 def find_state_dict(root: Any, *, key: str | None, file: str) -> StateDict:
@@ -69,7 +71,9 @@ def find_state_dict(root: Any, *, key: str | None, file: str) -> StateDict:
     if key is None or not _tensors(node):
         path += _choose(node, path, file)
     chosen = _at(root, path)
-    return StateDict(_tensors(chosen), ".".join(path), tuple(_left_out(root, path)))
+    tensors = _tensors(chosen)
+    others = frozenset(name for name in chosen if isinstance(name, str) and name not in tensors)
+    return StateDict(tensors, ".".join(path), tuple(_left_out(root, path)), others)
 
 
 def _choose(node: Mapping[Any, Any], above: tuple[str, ...], file: str) -> tuple[str, ...]:

@@ -58,13 +58,13 @@ class TorchFile:
         infos: The tensors of its state dict, in the order of the file.
         notes: Remarks: what was unwrapped, left out, made dense.
         key: Dotted path to the state dict within the file; ``""`` for the whole file.
-        metadata: Empty: the format has no texts of its own. There so that every format's reader answers alike.
+        non_tensors: Names in the state dict that stand for something other than a tensor.
     """
 
     infos: tuple[TensorInfo, ...]
     notes: tuple[str, ...]
     key: str
-    metadata: dict[str, str] = field(default_factory=dict)
+    non_tensors: frozenset[str] = frozenset()
 
 
 def is_torch_file(head: bytes) -> bool:
@@ -109,7 +109,7 @@ def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequ
         notes.append(f"{file}: sparse tensors, made dense when read: {_listed(content.densified)}")
     if content.unpacked:
         notes.append(f"{file}: compressed, so read slowly: {_listed(content.unpacked)}")
-    return TorchFile(infos, tuple(notes), found.key)
+    return TorchFile(infos, tuple(notes), found.key, found.non_tensors)
 
 
 @dataclass(slots=True)
@@ -270,7 +270,7 @@ def _open_legacy(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
 
 
 def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
-    """By `torch.load` itself, weights-only: for a torch without the unpickler, and for tensors that need a device."""
+    """By `torch.load` itself, weights-only: for a torch whose unpickler can't be had alone."""
     path = source.path if isinstance(source, FileSource) else None
     mapped = path is not None and source.read(0, 4) == ZIP_MAGIC
     with admitted(safe_globals), warnings.catch_warnings():
@@ -289,7 +289,7 @@ def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
             raise CheckpointFormatError(
                 f"torch can't load {source.name}: {type(error).__name__}: {error}", file=source.name, hint=_REFETCH
             ) from error
-    note = "loaded whole by torch.load, because its tensors could not be catalogued without it"
+    note = "loaded whole by torch.load, because this torch does not let it be catalogued"
     return _Content(source, root, MetaStorages(source.name), notes=[note])
 
 
