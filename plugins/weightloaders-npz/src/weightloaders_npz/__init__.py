@@ -1,0 +1,3 @@
+"""NumPy's ``.npz`` archives for weightloaders."""
+
+from weightloaders_npz.loader import NpzLoader as NpzLoader

@@ -1,0 +1,300 @@
+"""`NpzLoader` against what NumPy itself writes and reads."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from weightloaders_npz import NpzLoader
+
+from weightloaders.errors import (
+    AmbiguousSourceError,
+    CheckpointFormatError,
+    SourceNotFoundError,
+    UnsupportedDtypeError,
+    WeightLoadersError,
+)
+
+DTYPES = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+ARRAYS = {
+    "layer.0.weight": np.arange(12, dtype="f4").reshape(3, 4),
+    "fortran": np.asfortranarray(np.arange(24, dtype="f4").reshape(2, 3, 4)),
+    "big": np.arange(6, dtype=">i4").reshape(2, 3),
+    "big.fortran": np.asfortranarray(np.arange(6, dtype=">c16").reshape(2, 3)),
+    "scalar": np.float64(2.5),
+    "empty": np.zeros((0, 3), "f2"),
+    "flag": np.array([True, False]),
+}
+
+
+def tensor(array):
+    array = np.asarray(array)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+
+
+def load(path, **options):
+    with NpzLoader(**options).get_weights(str(path)) as weights:
+        return {name: weights[name] for name in weights}
+
+
+def assert_same(loaded, arrays):
+    assert set(loaded) == set(arrays)
+    for name, array in arrays.items():
+        expected = tensor(array)
+        assert loaded[name].dtype == expected.dtype
+        assert loaded[name].shape == expected.shape
+        assert torch.equal(loaded[name], expected), name
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_what_numpy_saved_is_what_is_loaded(tmp_path, save):
+    save(tmp_path / "model.npz", **ARRAYS)
+    assert_same(load(tmp_path / "model.npz"), ARRAYS)
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_that_both_have_is_loaded_in_either_byte_order(tmp_path, dtype, order):
+    arrays = {"x": np.array([0, 1, 100], dtype=order + dtype), "y": np.ones((2, 2), order + dtype, order="F")}
+    for save in (np.savez, np.savez_compressed):
+        save(tmp_path / "model.npz", **arrays)
+        assert_same(load(tmp_path / "model.npz"), arrays)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    array=npst.arrays(
+        st.sampled_from([np.dtype(order + kind) for order in "<>" for kind in DTYPES]),
+        npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
+        elements={"allow_nan": False},
+    ),
+    fortran=st.booleans(),
+    save=st.sampled_from([np.savez, np.savez_compressed]),
+)
+def test_any_array_makes_the_round_trip(tmp_path, array, fortran, save):
+    array = np.asarray(array, order="F" if fortran else "C")
+    save(tmp_path / "model.npz", x=array)
+    assert_same(load(tmp_path / "model.npz"), {"x": array})
+
+
+def test_stored_arrays_are_described_by_their_place_and_compressed_ones_are_unpacked(tmp_path):
+    np.savez(tmp_path / "stored.npz", **ARRAYS)
+    np.savez_compressed(tmp_path / "deflated.npz", **ARRAYS)
+    assert all(info.is_raw for info in NpzLoader().get_weights(str(tmp_path / "stored.npz")).infos())
+    assert not any(info.is_raw for info in NpzLoader().get_weights(str(tmp_path / "deflated.npz")).infos())
+
+
+def test_an_archive_behind_other_bytes_is_read_from_its_place(tmp_path):
+    np.savez(tmp_path / "model.npz", **ARRAYS)
+    (tmp_path / "behind.npz").write_bytes(b"#!" + bytes(100) + (tmp_path / "model.npz").read_bytes())
+    assert_same(load(tmp_path / "behind.npz"), ARRAYS)
+
+
+def test_members_that_are_no_arrays_are_named_as_skipped(tmp_path):
+    np.savez(tmp_path / "model.npz", w=np.ones(2))
+    with zipfile.ZipFile(tmp_path / "model.npz", "a") as archive:
+        archive.writestr("notes.txt", "hello")
+        archive.mkdir("folder")
+    weights = NpzLoader().get_weights(str(tmp_path / "model.npz"))
+    assert (list(weights), list(weights.skipped_files)) == (["w"], ["notes.txt"])
+
+
+# ------------------------------------------------------------------ which file
+
+
+def test_the_one_archive_of_a_folder_is_found_and_of_several_one_must_be_named(tmp_path):
+    (tmp_path / "dir.npz").mkdir()
+    np.savez(tmp_path / "a.npz", a=np.ones(1))
+    assert list(load(tmp_path)) == ["a"]
+    np.savez(tmp_path / "b.npz", b=np.ones(1))
+    with pytest.raises(AmbiguousSourceError, match=r"a\.npz, b\.npz"):
+        load(tmp_path)
+    assert list(load(tmp_path, file_pattern="b*")) == ["b"]
+    assert list(load(tmp_path / "b.npz")) == ["b"]
+
+
+def test_where_there_is_no_archive_that_is_said(tmp_path):
+    with pytest.raises(SourceNotFoundError, match=r"holds no \*\.npz"):
+        load(tmp_path)
+    with pytest.raises(SourceNotFoundError, match="no file or folder"):
+        load(tmp_path / "nowhere")
+
+
+def test_probing_recognises_archives_only(tmp_path):
+    def answer(path):
+        return NpzLoader.probe(str(path)).answer
+
+    np.savez(tmp_path / "model.npz", w=np.ones(1))
+    assert answer(tmp_path) == answer(tmp_path / "model.npz") == "yes"
+    torch.save({}, tmp_path / "model.pt")
+    (tmp_path / "false.npz").write_bytes(b"no zip")
+    assert {answer(tmp_path / name) for name in ("model.pt", "false.npz", "nowhere")} == {"no"}
+    assert answer(tmp_path) == "no"
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("array", "kind"),
+    [
+        (np.array([{}, None]), "object"),
+        (np.zeros(2, [("a", "f4"), ("b", "i2")]), "a"),
+        (np.zeros(2, [("ä", "f4")]), "ä"),
+        (np.zeros(2, [("\u0431", "f4")]), "version"),
+        (np.array(["text"]), "<U4"),
+        (np.array(["2020-01-01"], "M8[D]"), "datetime64"),
+        (np.zeros(2, "V2"), "V2"),
+        (np.zeros(2, np.longdouble), "float128"),
+    ],
+)
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_what_torch_has_no_dtype_for_is_refused_by_name(tmp_path, save, array, kind):
+    if kind == "float128" and array.dtype.itemsize == 8:
+        pytest.skip("long double is double here")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # numpy's, about the format version of the third
+        save(tmp_path / "model.npz", good=np.ones(1), odd=array)
+    with pytest.raises(CheckpointFormatError, match=f"'odd'.*{kind}") as caught:
+        NpzLoader().get_weights(str(tmp_path / "model.npz"))
+    assert caught.value.tensor == "odd"
+    assert isinstance(caught.value, UnsupportedDtypeError) or kind == "version"
+
+
+def npy(array=None, header=None):
+    """A .npy file; with a header, one whose header says something else."""
+    buffer = io.BytesIO()
+    if header is None:
+        np.lib.format.write_array(buffer, array, allow_pickle=True)
+    else:
+        text = header.encode() + b"\n"
+        buffer.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text)
+        buffer.write(array.tobytes())
+    return buffer.getvalue()
+
+
+def archive(path, content, compression=zipfile.ZIP_STORED):
+    with zipfile.ZipFile(path, "w", compression) as file:
+        file.writestr("x.npy", content)
+
+
+ONES = np.ones(4, "<f4")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (5,)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (3,)}",
+        "{'descr': '<f8', 'fortran_order': False, 'shape': (4,)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (1 << 60,)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (-4,)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (-2, -2)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (4611686018427387904, 4)}",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': 4}",
+        "{'descr': '<f4', 'fortran_order': 3, 'shape': (4,)}",
+        "{'descr': '<f4', 'shape': (4,)}",
+        "{'descr': 'nothing', 'fortran_order': False, 'shape': (4,)}",
+        "__import__('os').abort()",
+        "{",
+        "",
+    ],
+)
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_header_that_lies_is_refused_before_anything_is_read(tmp_path, header, compression):
+    archive(tmp_path / "model.npz", npy(ONES, header), compression)
+    with pytest.raises(CheckpointFormatError, match=r"model\.npz"):
+        NpzLoader().get_weights(str(tmp_path / "model.npz"))
+
+
+def test_a_member_that_claims_more_than_it_can_unpack_to_is_refused(tmp_path):
+    size = 1 << 44
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({size // 4},)}}"
+    content = npy(ONES, header)
+    archive(tmp_path / "model.npz", content, zipfile.ZIP_DEFLATED)
+    data = bytearray((tmp_path / "model.npz").read_bytes())
+    claimed = len(content) - ONES.nbytes + size
+    # The directory's entry is given a zip64 field with the size that the header claims.
+    entry = data.index(b"PK\x01\x02")
+    name_length = struct.unpack_from("<H", data, entry + 28)[0]
+    struct.pack_into("<I", data, entry + 24, 0xFFFFFFFF)
+    extra = struct.pack("<HHQ", 1, 8, claimed)
+    struct.pack_into("<H", data, entry + 30, len(extra))
+    data[entry + 46 + name_length : entry + 46 + name_length] = extra
+    end = data.index(b"PK\x05\x06")
+    struct.pack_into("<I", data, end + 12, struct.unpack_from("<I", data, end + 12)[0] + len(extra))
+    (tmp_path / "model.npz").write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match="not compressed as numpy"):
+        NpzLoader().get_weights(str(tmp_path / "model.npz"))
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_other_compressions_are_refused_by_name(tmp_path, compression):
+    archive(tmp_path / "model.npz", npy(ONES), compression)
+    with pytest.raises(CheckpointFormatError, match="'x' is not compressed as"):
+        load(tmp_path / "model.npz")
+
+
+def test_an_encrypted_member_is_refused(tmp_path):
+    archive(tmp_path / "model.npz", npy(ONES))
+    data = bytearray((tmp_path / "model.npz").read_bytes())
+    data[6] |= 1
+    data[data.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "model.npz").write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match="encrypted"):
+        load(tmp_path / "model.npz")
+
+
+def test_one_name_twice_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.npz", "w") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        file.writestr("x.npy", npy(ONES))
+        file.writestr("x.npy", npy(ONES + 1))
+    with pytest.raises(WeightLoadersError, match="two tensors named 'x'"):
+        load(tmp_path / "model.npz")
+
+
+def test_an_archive_that_goes_away_before_a_compressed_array_is_read_is_an_error_of_ours(tmp_path):
+    np.savez_compressed(tmp_path / "model.npz", w=np.ones(1000))
+    weights = NpzLoader().get_weights(str(tmp_path / "model.npz"))
+    (tmp_path / "model.npz").unlink()
+    with pytest.raises(WeightLoadersError, match=r"w\.npy"):
+        weights["w"]
+
+
+@pytest.fixture(scope="module", params=[np.savez, np.savez_compressed])
+def sound(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("sound") / "model.npz"
+    request.param(path, w=np.arange(6, dtype="f4").reshape(2, 3), v=np.ones(2, ">i2"))
+    return path.read_bytes()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(data=st.data())
+def test_damage_is_refused_or_harmless_but_never_anything_else(tmp_path, sound, data):
+    damaged = bytearray(sound)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.integers(0, len(damaged)) | st.just(len(damaged)))]
+    (tmp_path / "model.npz").write_bytes(damaged)
+    with contextlib.suppress(WeightLoadersError):
+        load(tmp_path / "model.npz")
+
+
+def test_no_descriptor_stays_open(tmp_path):
+    np.savez_compressed(tmp_path / "model.npz", **ARRAYS)
+    np.savez(tmp_path / "stored.npz", **ARRAYS)
+    before = len(list(Path("/dev/fd").iterdir()))
+    load(tmp_path / "model.npz")
+    load(tmp_path / "stored.npz")
+    assert len(list(Path("/dev/fd").iterdir())) == before
