@@ -265,6 +265,17 @@ def test_a_file_written_without_checksums_loads() -> None:
     assert_same(values(read_torch(source)), content)
 
 
+def test_offsets_beyond_four_gigabytes_are_torchs_own(tmp_path: Path) -> None:
+    path = tmp_path / "big.pt"
+    # A sparse file: torch leaves the space for the data, and none is taken.
+    with torch.serialization.skip_data():
+        torch.save({n: torch.empty(3 << 30, dtype=torch.uint8) for n in "ab"} | {"c": torch.empty(5)}, path)
+    reader = torch._C.PyTorchFileReader(str(path))
+    offsets = [info.extents[0].offset for info in read_torch(FileSource(path)).infos]
+    assert offsets == [reader.get_record_offset(f"data/{key}") for key in range(3)]
+    assert offsets[2] > 1 << 32
+
+
 def test_the_values_stay_after_the_weights_are_closed(tmp_path: Path) -> None:
     content = {"a": torch.randn(10), "v": torch.randn(10)[2:4]}
     torch.save(content, tmp_path / "m.pt")
@@ -567,6 +578,12 @@ def test_what_the_caller_trusts_is_admitted_and_left_out(admit: Any) -> None:
     assert torch.serialization.get_safe_globals() == before
 
 
+@pytest.mark.parametrize("value", ["argparse:Namespace", argparse.Namespace])
+def test_safe_globals_must_be_a_list(value: Any) -> None:
+    with pytest.raises(OptionsError, match="safe_globals is a list"):
+        TorchLoader(safe_globals=value)
+
+
 def test_what_the_process_admits_already_stays_admitted() -> None:
     source = saved({"state_dict": weights_of("w"), "args": argparse.Namespace(lr=0.1)})
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -626,6 +643,30 @@ class Call:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.call
+
+
+def test_tensors_saved_from_a_device_without_storages_are_read_raw() -> None:
+    """How torch pickles XLA tensors: as a CPU tensor, to be moved."""
+    tensor = torch.randn(3)
+    moved = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, tensor, torch.float32, "xla:0", False)
+    file = read_torch(saved({"w": moved}))
+    assert file.infos[0].is_raw
+    assert_same(values(file), {"w": tensor})
+
+
+def test_numpy_scalars_beside_the_weights_can_be_admitted_by_name() -> None:
+    content = {"state_dict": weights_of("w"), "best": np.float64(0.5)}
+    with pytest.raises(UnsafeCheckpointError, match="numpy"):
+        read(content)
+    names = ["numpy._core.multiarray:scalar", "numpy:dtype", "numpy.dtypes:Float64DType"]
+    assert_same(values(read_torch(saved(content), safe_globals=names)), content["state_dict"])
+
+
+def test_tensors_sharded_over_processes_are_refused_with_the_way_to_gather_them() -> None:
+    source = zip_of(b"\x80\x02ctorch.distributed.tensor\nDTensor\n.")
+    with pytest.raises(UnsafeCheckpointError, match="sharded over processes") as caught:
+        read_torch(source)
+    assert "full_state_dict" in str(caught.value)
 
 
 GREEDY = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from weightloaders.errors import OptionsError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import family_of, indexed_name
@@ -13,8 +15,6 @@ from weightloaders.weights.files import holds_weights, select_files
 from weightloaders.weights.folder import A_FOLDER, kind_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weightloaders.weights.weights import Weights
 
 
@@ -33,6 +33,9 @@ class TorchLoader(BaseWeightLoader):
             ``"package.module:name"``.
         ignore_index: Read all files that match, whatever an index says.
         include_unindexed: Read also the files and tensors that the index omits.
+
+    Raises:
+        OptionsError: If ``safe_globals`` is no list.
     """
 
     description: ClassVar[str] = "PyTorch's .bin, .pt and .pth, weights-only"
@@ -41,10 +44,12 @@ class TorchLoader(BaseWeightLoader):
         self,
         file_pattern: str | None = None,
         key: str | None = None,
-        safe_globals: Sequence[Any] = (),
+        safe_globals: Collection[Any] = (),
         ignore_index: bool = False,
         include_unindexed: bool = False,
     ) -> None:
+        if isinstance(safe_globals, str) or not isinstance(safe_globals, Collection):
+            raise OptionsError(f"safe_globals is a list of classes and functions, not {safe_globals!r}")
         self.file_pattern = file_pattern
         self.key = key
         self.safe_globals = tuple(safe_globals)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # Directories and pickles of checkpoints are far smaller; a length that a damaged file claims may be anything.
 MAX_READ = 1 << 28
+_BUFFER = 1 << 16
 
 
 class _RawSource(io.RawIOBase):
@@ -55,11 +56,14 @@ class SourceFile(io.BufferedReader):
     """
 
     def __init__(self, source: ByteSource) -> None:
-        super().__init__(_RawSource(source), 1 << 16)
+        super().__init__(_RawSource(source), _BUFFER)
         self._source = source
 
     def read(self, size: int | None = -1, /) -> bytes:
         """At most ``size`` bytes; all that is left where it is negative or None."""
+        # The pickle of a legacy file is read byte by byte, so short reads must be cheap.
+        if size is not None and 0 <= size <= _BUFFER:
+            return super().read(size)
         left = self._source.size - self.tell()
         wanted = left if size is None or size < 0 else size
         if wanted > MAX_READ:

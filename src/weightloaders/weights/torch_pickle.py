@@ -119,7 +119,7 @@ def unpickle(
     Raises:
         UnsafeCheckpointError: If it needs globals that are not admitted.
         CheckpointFormatError: If it is damaged, or holds tensors that have no raw bytes.
-        SlowPathNeededError: If torch can read it, but not on the meta device.
+        SlowPathNeededError: If this torch has no such unpickler.
     """
     if Unpickler is None:
         raise SlowPathNeededError
@@ -128,7 +128,7 @@ def unpickle(
     unpickler.persistent_load = storages.persistent_load
     if watch is not None:
         unpickler.read = _watched(unpickler, watch, name)
-    with admitted(safe_globals), warnings.catch_warnings():
+    with admitted(safe_globals), _on_meta(), warnings.catch_warnings():
         # torch warns of other protocols and of sparse tensors; what matters of that is in our errors and notes.
         warnings.simplefilter("ignore")
         try:
@@ -148,7 +148,21 @@ def unpickle(
 
 
 class SlowPathNeededError(Exception):
-    """This pickle can't be read with its tensors on the meta device."""
+    """This torch can't unpickle with the tensors on the meta device."""
+
+
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    """A context in which tensors that were saved from a device without storages (XLA) stay on the meta device, too."""
+    setting = getattr(torch.serialization, "_serialization_tls", None)
+    before = getattr(setting, "map_location", None)
+    if setting is not None:
+        setting.map_location = "meta"
+    try:
+        yield
+    finally:
+        if setting is not None:
+            setting.map_location = before
 
 
 @contextlib.contextmanager
@@ -237,11 +251,17 @@ def _refused(reason: str, name: str, wanted: list[str], complete: bool) -> Weigh
         return UnsafeCheckpointError(
             f"{name} is a whole pickled model, not a state dict; it needs {', '.join(wanted)}", file=name, hint=_RESAVE
         )
+    if any(g.startswith("torch.distributed.") for g in wanted):
+        return UnsafeCheckpointError(
+            f"{name} holds tensors that are sharded over processes; it needs {', '.join(wanted)}",
+            file=name,
+            hint="save whole tensors: get_model_state_dict of torch.distributed.checkpoint, with full_state_dict=True",
+        )
     if wanted:
         return UnsafeCheckpointError(
             f"{name} is a pickle that would run code to make objects of: {', '.join(wanted)}",
             file=name,
-            hint=f"if you trust them: safe_globals=[...]; else {_RESAVE}",
+            hint=f'if you trust them: safe_globals=["package.module:name", ...]; else {_RESAVE}',
         )
     if not complete:
         return _damaged(reason, name)
@@ -278,8 +298,6 @@ def _not_understood(error: Exception, stack: list[Any], name: str) -> Exception:
             tensor=tensor,
             hint="save it dequantized and dense" if kind != "nested" else "save its parts as tensors of their own",
         )
-    if making.startswith("_rebuild_device_tensor"):
-        return SlowPathNeededError()
     return _damaged(f"{type(error).__name__}: {error}", name)
 
 
