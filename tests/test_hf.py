@@ -204,6 +204,14 @@ def test_safetensors_are_taken_before_bin(folder: Path) -> None:
     assert "pytorch_model.bin" in weights.skipped_files
 
 
+def test_a_bin_with_several_state_dicts_is_read_by_key(folder: Path) -> None:
+    torch.save({"a": {"x": torch.ones(2)}, "b": {"x": torch.zeros(2)}}, folder / "pytorch_model.bin")
+    with pytest.raises(AmbiguousSourceError, match="key"):
+        HuggingFaceLoader().get_weights("./org/name")
+    with HuggingFaceLoader(key="b").get_weights("./org/name") as weights:
+        assert weights["x"].sum() == 0
+
+
 def test_the_folder_of_a_bare_name_is_used_if_it_has_weights_and_that_is_said(
     folder: Path, hub: Hub, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,6 +37,7 @@ class HuggingFaceLoader(BaseWeightLoader):
         file_pattern: A glob for the names of the files to read.
         ignore_index: Read all files that match, whatever an index says.
         include_unindexed: Read also the files and tensors that the index omits.
+        key: Dotted path to the state dict within each ``.bin``, where several could be meant.
         safe_globals: Classes and functions that a ``.bin`` may use because you trust them; also by name, as
             ``"package.module:name"``.
     """
@@ -54,6 +55,7 @@ class HuggingFaceLoader(BaseWeightLoader):
         file_pattern: str | None = None,
         ignore_index: bool = False,
         include_unindexed: bool = False,
+        key: str | None = None,
         safe_globals: Sequence[Any] = (),
     ) -> None:
         self.access = HubAccess(revision, cache_dir, token, local_files_only)
@@ -64,6 +66,7 @@ class HuggingFaceLoader(BaseWeightLoader):
             ignore_index=ignore_index,
             include_unindexed=include_unindexed,
         )
+        self.key = key
         self.safe_globals = tuple(safe_globals)
 
     def get_weights(self, model_name_or_path: str) -> Weights:
@@ -89,7 +92,8 @@ class HuggingFaceLoader(BaseWeightLoader):
         else:
             selection, note = repository_at(place, self.access).obtain(self._on_hub, self._on_disk, suffices=_is_whole)
             notes.append(note)
-        return catalogue(replace(selection, notes=(*notes, *selection.notes)), safe_globals=self.safe_globals)
+        selection = replace(selection, notes=(*notes, *selection.notes))
+        return catalogue(selection, key=self.key, safe_globals=self.safe_globals)
 
     def _on_disk(self, path: Path) -> Selection:
         wanted = self.wanted

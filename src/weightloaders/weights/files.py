@@ -94,7 +94,11 @@ def select_files(
     path = Path(path)
     kind = kind_of(path)
     if kind not in (None, A_FOLDER):
-        raise SourceNotFoundError(f"{path} {kind}", file=path, hint="for a repository on the hub use the loader 'hf'")
+        raise SourceNotFoundError(
+            f"{path} {kind}",
+            file=path,
+            hint="check the path; a repository on the hub is read by the loader 'hf', as org/name",
+        )
     listing = FolderListing(path if kind else path.parent)
     if kind:
         selection = choose_files(listing, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,35 +22,48 @@ _SHARED_STORE_MARK = ".huggingface-shared-blobs"
 
 
 class FolderListing:
-    """What lies in a folder on disk; see `weightloaders.weights.files.Listing`.
+    """What lies in a folder on disk: a `weightloaders.weights.candidates.Listing`.
 
     Args:
-        folder: The folder.
-
-    Raises:
-        SourceNotFoundError: If there is no such folder.
-        SourceReadError: If it can't be listed.
+        folder: The folder. It is listed when its names are first asked for.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.where = str(folder)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files that lie in it directly.
+
+        Raises:
+            SourceNotFoundError: If there is no such folder.
+            SourceReadError: If it can't be listed.
+        """
+        return self._entries[0]
+
+    @property
+    def odd(self) -> dict[str, str]:
+        """Names of things in it that are no regular files, with what they are. Raises as `names` does."""
+        return self._entries[1]
+
+    @cached_property
+    def _entries(self) -> tuple[frozenset[str], dict[str, str]]:
         names: set[str] = set()
-        self.odd: dict[str, str] = {}
+        odd: dict[str, str] = {}
         try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    kind = kind_of(Path(entry.path))
-                    # A link that leads nowhere counts as the file it should be, so that its absence is noticed.
-                    if kind in (None, _DEAD_LINK):
-                        names.add(entry.name)
-                    else:
-                        self.odd[entry.name] = kind
+            for path in self.folder.iterdir():
+                kind = kind_of(path)
+                # A link that leads nowhere counts as the file it should be, so that its absence is noticed.
+                if kind in (None, _DEAD_LINK):
+                    names.add(path.name)
+                else:
+                    odd[path.name] = kind
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise SourceNotFoundError(f"there is no folder {folder}", file=folder) from error
+            raise SourceNotFoundError(f"there is no folder {self.folder}", file=self.folder) from error
         except (OSError, ValueError) as error:
-            raise SourceReadError(f"can't list the folder {folder}: {error}", file=folder) from error
-        self.names = frozenset(names)
+            raise SourceReadError(f"can't list the folder {self.folder}: {error}", file=self.folder) from error
+        return frozenset(names), odd
 
     def problem(self, name: str) -> str | None:
         """What is wrong with a file of that relative path; None if it is a regular file."""
