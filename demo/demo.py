@@ -48,7 +48,7 @@ def fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
 def write_binary(folder: Path) -> None:
     """Write the shards' tensors in the custom binary format, one tensor in memory at a time."""
     with open_weights(str(SMOLLM2), loader="local") as weights:
-        write_raw(folder, weights.infos(), (weights[info.name] for info in weights.infos()))
+        write_raw(folder, weights.infos(), weights.__getitem__)
 
 
 def describe_folder(console: Console, folder: Path) -> None:
