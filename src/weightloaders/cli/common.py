@@ -170,23 +170,34 @@ def say_json(value: Any) -> None:
 
 
 def say_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
-    """Print a table.
+    """Print a table: folded to its width on a terminal, a line a row elsewhere, for other programs.
 
     Args:
-        headings: One a column.
+        headings: One a column; none are shown if all are empty.
         rows: What stands in the columns.
         numbers: Headings of the columns that are aligned to the right.
     """
+    cells = [[printable(str(cell)).replace("\n", " ") for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _draw_table(headings, cells, numbers)
+        return
+    lines = [list(headings), *cells] if any(headings) else cells
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        padded = (
+            cell.rjust(width) if heading in numbers else cell.ljust(width)
+            for cell, width, heading in zip(line, widths, headings, strict=True)
+        )
+        sys.stdout.write("  ".join(padded).rstrip() + "\n")
+
+
+def _draw_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # In a pipe nothing is folded: a line a row is what other programs can read.
-    console = Console(
-        file=sys.stdout, width=None if sys.stdout.isatty() else 100_000, markup=False, emoji=False, highlight=False
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(headings))
     for heading in headings:
         table.add_column(heading, overflow="fold", justify="right" if heading in numbers else "left")
     for row in rows:
-        table.add_row(*(printable(str(cell)) for cell in row))
-    console.print(table)
+        table.add_row(*row)
+    Console(markup=False, emoji=False, highlight=False).print(table)

@@ -32,11 +32,13 @@ def generate_text(
     loader: Annotated[str | None, LOADER] = None,
     option: Option = None,
     rules: Rules = None,
-    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="'auto' or the name of a dtype.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="Where the model goes. [default: cpu]")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to write. [default: 128]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="'auto' (the config's, the default) or a dtype.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Where the model goes. Default: cpu.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens to write. Default: 128.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="0 takes the likeliest token always. [default: 0]")
+        float | None, typer.Option(min=0, help="0 (the default) takes the likeliest token always.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="For the same draws each time.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave the chat template aside.")] = False,

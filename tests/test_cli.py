@@ -1,0 +1,625 @@
+"""The command line: what each command prints, and its exit status: 0 done, 1 an error or a difference, 2 misuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from weightloaders import __version__
+from weightloaders.cli.main import app
+from weightloaders.errors import SourceNotFoundError
+
+
+def run(*arguments: object, status: int = 0, env: dict[str, str] | None = None, stdin: str | None = None):
+    """Run the program; the result has `.stdout` and `.stderr`."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env=env, input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def program(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    """Run the program as users do, in a process of its own."""
+    command = [sys.executable, "-m", "weightloaders", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
+
+
+def importing_from(folder: Path) -> dict[str, str]:
+    """An environment in which modules, and metadata, are found in a folder, too."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny Llama in three shards with an index."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="8KB")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "optimizer.pt").write_bytes(b"state")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors(folder) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def changed(tensors: dict[str, torch.Tensor], path: Path, **changes: torch.Tensor | None) -> Path:
+    """A file with some tensors changed (or left out, where None), `__` for dots."""
+    new = {**tensors, **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
+    save_file({name: tensor for name, tensor in new.items() if tensor is not None}, path)
+    return path
+
+
+# ------------------------------------------------------------------ the program
+
+
+def test_the_program_and_the_module_are_one():
+    by_module = program("--version")
+    script = Path(sys.executable).with_name("weightloaders")
+    assert (by_module.returncode, by_module.stdout) == (0, f"weightloaders {__version__}\n")
+    if script.exists():
+        by_script = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+        assert by_script.stdout == by_module.stdout
+
+
+def test_an_error_is_a_message_and_no_traceback(tmp_path):
+    result = program("inspect", tmp_path / "absent")
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert "error: " in result.stderr
+    assert str(tmp_path / "absent") in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_with_debug_an_error_is_raised_as_it_is(tmp_path):
+    with pytest.raises(SourceNotFoundError):
+        run("inspect", tmp_path / "absent", "--debug", status=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspct"],
+        ["inspect"],
+        ["inspect", "x", "--nope"],
+        ["inspect", "x", "--depth", "0"],
+        ["convert", "a", "b"],
+        ["convert", "a", "b", "--to", "gguf"],
+        ["generate", "model-without-prompt"],
+        ["generate", "--config", "c.yaml", "model", "prompt"],
+    ],
+)
+def test_misuse_has_exit_status_2(arguments):
+    assert run(*arguments, status=2).stderr
+
+
+def test_listing_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from weightloaders.cli.main import app\n"
+        "try: app(['list'])\nexcept SystemExit as end: assert not end.code\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]"
+    assert "safetensors" in result.stdout
+
+
+def test_a_closed_pipe_is_no_error():
+    command = [sys.executable, "-m", "weightloaders", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+
+
+# ------------------------------------------------------------------ list
+
+
+def test_list_shows_each_loader_with_where_it_is_from():
+    output = run("list").stdout
+    rows = {line.split()[0]: line.split() for line in output.splitlines()[1:]}
+    assert {"auto", "binary", "dummy", "hf", "local", "torch"} <= rows.keys()
+    assert rows["hf"][1:5] == ["built-in", "weightloaders", __version__, "ok"]
+    as_json = json.loads(run("list", "--json").stdout)
+    assert {entry["name"] for entry in as_json} == rows.keys()
+    assert as_json[0].keys() >= {"name", "origin", "distribution", "version", "target", "status", "error"}
+
+
+def test_a_disabled_loader_is_listed_as_such():
+    as_json = json.loads(run("list", "--json", env={"WEIGHTLOADERS_DISABLE": "torch"}).stdout)
+    assert {entry["name"]: entry["status"] for entry in as_json}["torch"] == "disabled"
+
+
+# ------------------------------------------------------------------ inspect
+
+
+def test_inspect_shows_tensors_files_and_totals(folder, tensors):
+    result = run("inspect", folder, "--no-progress")
+    lines = result.stdout.splitlines()
+    row = next(line for line in lines if line.startswith("model.layers.1.mlp.up_proj.weight"))
+    assert "float32" in row
+    assert "[32, 16]" in row
+    assert "2,048" in row
+    assert ".safetensors" in row
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    assert lines[-1] == f"{len(tensors)} tensors, {elements:,} elements, {4 * elements:,} bytes: {len(tensors)} float32"
+    assert any(line.split()[:2] == ["model.layers", "18"] for line in lines)
+
+
+def test_inspect_for_programs_says_the_same_as_the_files(folder, tensors):
+    data = json.loads(run("inspect", folder, "--json", "--depth", 3).stdout)
+    assert {t["name"]: (t["dtype"], t["shape"]) for t in data["tensors"]} == {
+        name: ("float32", list(tensor.shape)) for name, tensor in tensors.items()
+    }
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert {t["name"]: [Path(f).name for f in t["files"]] for t in data["tensors"]} == {
+        name: [file] for name, file in index.items()
+    }
+    assert data["modules"]["model.layers.0"]["tensors"] == 9
+    assert data["totals"]["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert sum(file["tensors"] for file in data["files"].values()) == len(tensors)
+
+
+def test_inspect_picks_tensors_by_a_pattern(folder):
+    data = json.loads(run("inspect", folder, "--json", "--filter", "*.q_proj.weight").stdout)
+    assert [t["name"] for t in data["tensors"]] == [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)]
+    assert "q_proj" not in run("inspect", folder, "--summary").stdout
+
+
+def test_inspect_reads_no_data(tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 38], "data_offsets": [0, 1 << 40]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 40))
+    assert "1,099,511,627,776" in run("inspect", tmp_path).stdout
+
+
+def test_options_are_yaml_and_checked_by_the_loader(folder, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "two.safetensors")
+    one = run("inspect", tmp_path, "--loader", "local", "--option", "file_pattern=one*", "--json")
+    assert [t["name"] for t in json.loads(one.stdout)["tensors"]] == ["a"]
+    flag = run("inspect", folder, "-l", "local", "-o", "ignore_index=true", "--json")
+    assert json.loads(flag.stdout)["tensors"]
+    for bad, said in (
+        ("ignore_index='true'", "ignore_index"),
+        ("file_patern=x", "did you mean 'file_pattern'"),
+        ("nothing", "NAME=VALUE"),
+        ("a=[", "YAML"),
+    ):
+        assert said in run("inspect", folder, "-l", "local", "-o", bad, status=1).stderr
+    twice = run("inspect", folder, "-l", "local", "-o", "ignore_index=true", "-o", "ignore_index=false", status=1)
+    assert "twice" in twice.stderr
+
+
+def test_names_from_a_file_can_not_steer_the_terminal(tmp_path):
+    save_file({"\x1b[2Jevil\x07": torch.ones(2), "[red]plain[/red]": torch.ones(2)}, tmp_path / "model.safetensors")
+    output = run("inspect", tmp_path / "model.safetensors").stdout
+    assert "\x1b" not in output
+    assert "\x07" not in output
+    assert "\\x1b[2Jevil\\x07" in output
+    assert "[red]plain[/red]" in output
+
+
+# ------------------------------------------------------------------ plan
+
+
+def test_plan_shows_what_goes_where(folder, tensors):
+    output = run("plan", folder).stdout
+    for name in tensors:
+        assert name in output
+    assert f"{len(tensors)} parameters" in output
+    data = json.loads(run("plan", folder, "--json").stdout)
+    assert data["ok"]
+    assert data["bytes_to_read"] == sum(tensor.nbytes for tensor in tensors.values())
+    explained = run("plan", folder, "--explain", "model.norm.weight").stdout
+    assert "model.norm.weight" in explained
+    assert ".safetensors, bytes" in explained
+    assert "nothing named 'nope'" in run("plan", folder, "--explain", "nope", status=1).stderr
+
+
+def test_plan_fails_where_the_weights_do_not_fit(folder, tensors, tmp_path):
+    gap = changed(tensors, tmp_path / "gap.safetensors", model__layers__1__self_attn__o_proj__weight=None)
+    output = run("plan", gap, "--model", folder, status=1).stdout
+    assert "model.layers.1.self_attn.o_proj.weight" in output
+    data = json.loads(run("plan", gap, "--model", folder, "--json", status=1).stdout)
+    assert data["missing"] == ["model.layers.1.self_attn.o_proj.weight"]
+    shape = changed(tensors, tmp_path / "shape.safetensors", model__norm__weight=torch.ones(3))
+    assert "model.norm.weight" in run("plan", shape, "--model", folder, status=1).stdout
+
+
+def test_plan_obeys_a_file_of_rules(folder, tensors, tmp_path):
+    save_file({f"backbone.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "b.safetensors")
+    (tmp_path / "rules.yaml").write_text('rename:\n  - {old: backbone, new: ""}\n')
+    run("plan", tmp_path / "b.safetensors", "--model", folder, "--rules", tmp_path / "rules.yaml")
+    (tmp_path / "rules.yaml").write_text("renam: []\n")
+    bad = run("plan", tmp_path / "b.safetensors", "--model", folder, "--rules", tmp_path / "rules.yaml", status=1)
+    assert "renam" in bad.stderr
+
+
+def test_plan_needs_a_config(tensors, tmp_path):
+    file = changed(tensors, tmp_path / "model.safetensors")
+    assert "config" in run("plan", file, status=1).stderr
+
+
+# ------------------------------------------------------------------ convert
+
+
+def converted(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+
+
+def test_there_and_back_again_is_the_same(folder, tensors, tmp_path):
+    run("convert", folder, tmp_path / "binary", "--to", "binary")
+    assert sum(tensor.nbytes for tensor in tensors.values()) == (tmp_path / "binary" / "model.bin").stat().st_size
+    run("convert", tmp_path / "binary", tmp_path / "back", "--to", "safetensors")
+    assert same(converted(tmp_path / "back"), tensors)
+    run("compare", folder, tmp_path / "back")
+    reference = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(reference.state_dict()["lm_head.weight"], tensors["lm_head.weight"])
+
+
+def test_what_belongs_to_the_model_comes_along_and_what_belongs_to_the_weights_does_not(folder, tmp_path):
+    run("convert", folder, tmp_path / "out", "--to", "binary")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "model.bin",
+        "meta.txt",
+    }
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+
+
+def test_shards_are_no_larger_than_asked_and_indexed(folder, tensors, tmp_path):
+    run("convert", folder, tmp_path / "out", "--to", "safetensors", "--max-shard-size", "10KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()
+    files = set(index["weight_map"].values())
+    assert len(files) > 1
+    for file in files:
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            assert sum(opened.get_tensor(name).nbytes for name in opened.keys()) <= 10_000  # noqa: SIM118 -- no dict
+    assert (
+        "size"
+        in run("convert", folder, tmp_path / "x", "--to", "safetensors", "--max-shard-size", "big", status=1).stderr
+    )
+
+
+def test_a_single_file_is_written_where_one_is_named(folder, tensors, tmp_path):
+    run("convert", folder, tmp_path / "new" / "all.safetensors", "--to", "safetensors")
+    assert same(load_file(tmp_path / "new" / "all.safetensors"), tensors)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["all.safetensors"]
+
+
+def test_a_dtype_changes_floating_point_tensors_and_the_config(folder, tensors, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({**tensors, "ids": torch.arange(3)}, source / "model.safetensors")
+    (source / "config.json").write_text(
+        json.dumps({"dtype": "float32", "text_config": {"torch_dtype": "float32"}, "x": 1})
+    )
+    run("convert", source, tmp_path / "out", "--to", "safetensors", "--dtype", "bfloat16")
+    result = converted(tmp_path / "out")
+    assert result.pop("ids").dtype is torch.int64
+    assert same(result, {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}, "x": 1}
+    for dtype in ("int8", "bfloat61"):
+        assert dtype in run("convert", source, tmp_path / "no", "--to", "binary", "--dtype", dtype, status=1).stderr
+
+
+def test_a_cast_that_makes_infinities_is_refused_by_name_and_leaves_nothing(tmp_path):
+    save_file({"a": torch.ones(2), "big.weight": torch.tensor([1e6])}, tmp_path / "a.safetensors")
+    result = run(
+        "convert", tmp_path / "a.safetensors", tmp_path / "out", "--to", "binary", "--dtype", "float16", status=1
+    )
+    assert "big.weight" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_nothing_that_exists_is_replaced(folder, tensors, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").write_text("mine")
+    (tmp_path / "file.safetensors").write_text("mine")
+    for target in (tmp_path / "full", tmp_path / "file.safetensors", folder, folder.parent):
+        result = run("convert", folder, target, "--to", "safetensors", status=1)
+        assert str(target) in result.stderr
+    assert (tmp_path / "file.safetensors").read_text() == "mine"
+    assert same(converted(folder), tensors)
+
+
+def test_into_an_empty_folder_or_one_inside_the_source(tensors, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    changed(tensors, source / "model.safetensors")
+    (source / "config.json").write_text("{}")
+    (source / "empty").mkdir()
+    run("convert", source, source / "empty", "--to", "safetensors")
+    run("convert", source, source / "deep" / "new", "--to", "binary")
+    assert same(converted(source / "empty"), tensors)
+    assert {path.name for path in source.iterdir()} == {"model.safetensors", "config.json", "empty", "deep"}
+    assert {path.name for path in (source / "deep" / "new").iterdir()} == {"config.json", "model.bin", "meta.txt"}
+
+
+STUCK = """
+import time
+from pathlib import Path
+import torch
+from weightloaders import BaseWeightLoader, TensorInfo, Weights
+
+class Loader(BaseWeightLoader):
+    def __init__(self, then: str):
+        self.then = then
+
+    def get_weights(self, model_name_or_path):
+        return Weights.describe(
+            TensorInfo(name, torch.float32, (1000,), read=lambda name=name: self.read(name)) for name in "abc"
+        )
+
+    def read(self, name):
+        if name == "b" and self.then == "fail":
+            raise OSError("the disk went away")
+        if name == "b":
+            Path(self.then).touch()
+            time.sleep(60)
+        return torch.ones(1000)
+"""
+
+
+@pytest.fixture
+def stuck(tmp_path) -> Path:
+    """A folder to import from, with a loader whose second tensor can't be read, or takes for ever."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "stuck_in_the_middle.py").write_text(STUCK)
+    return folder
+
+
+@pytest.mark.parametrize("to", ["safetensors", "binary"])
+@pytest.mark.parametrize("target", ["out", "out.safetensors"])
+def test_a_conversion_that_fails_leaves_nothing(stuck, monkeypatch, tmp_path, to, target):
+    monkeypatch.syspath_prepend(stuck)
+    options = ["--loader", "stuck_in_the_middle:Loader", "--option", "then=fail"]
+    result = run("convert", "anything", tmp_path / target, "--to", to, *options, status=1)
+    assert "the disk went away" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["modules"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills a process")
+@pytest.mark.parametrize("to", ["safetensors", "binary"])
+def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(stuck, tmp_path, to):
+    waiting = tmp_path / "waiting"
+    command = [sys.executable, "-m", "weightloaders", "convert", "anything", str(tmp_path / "out"), "--to", to]
+    command += ["--loader", "stuck_in_the_middle:Loader", "--option", f"then={waiting}"]
+    with subprocess.Popen(command, env=importing_from(stuck), stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 60
+        while not waiting.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_is_a_few_lines_or_none(folder, tmp_path):
+    lines = run("convert", folder, tmp_path / "a", "--to", "binary").stderr.splitlines()
+    assert 1 <= sum("loaded" in line for line in lines) <= 5
+    assert "loaded" not in run("convert", folder, tmp_path / "b", "--to", "binary", "--no-progress").stderr
+    assert run("convert", folder, tmp_path / "c", "--to", "binary", "--quiet").stderr == ""
+    silent = run("convert", folder, tmp_path / "d", "--to", "binary", env={"WEIGHTLOADERS_PROGRESS": "0"})
+    assert "loaded" not in silent.stderr
+
+
+# ------------------------------------------------------------------ compare
+
+
+def test_compare_finds_equal_sources_equal(folder, tensors, tmp_path):
+    torch.save(tensors, tmp_path / "model.pt")
+    result = run("compare", folder, tmp_path / "model.pt")
+    assert result.stdout == f"{len(tensors)} of {len(tensors)} tensors have the same names, shapes, dtypes and values\n"
+
+
+def test_compare_names_each_difference(tmp_path):
+    base = {
+        "same": torch.ones(4),
+        "shape": torch.ones(4),
+        "dtype": torch.tensor([1.0, 2.5]),
+        "values": torch.tensor([1.0, 2.0, 3.0]),
+        "nan": torch.tensor([float("nan"), 1.0]),
+        "one_nan": torch.tensor([float("nan"), 1.0]),
+        "inf": torch.tensor([float("inf"), 1.0]),
+        "count": torch.tensor([2**60, 1]),
+        "flag": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "code": torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+        "zero": torch.zeros(0),
+        "minus": torch.tensor([0.0]),
+        "only_a": torch.ones(1),
+    }
+    other = {
+        **base,
+        "shape": torch.ones(2, 2),
+        "dtype": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+        "values": torch.tensor([1.0, 2.5, 2.75]),
+        "one_nan": torch.tensor([0.0, 1.0]),
+        "inf": torch.tensor([float("inf"), 2.0]),
+        "count": torch.tensor([2**60 + 1, 1]),
+        "flag": torch.tensor([True, True]),
+        "complex": torch.tensor([1 + 5j]),
+        "code": torch.tensor([1.0, 4.0]).to(torch.float8_e4m3fn),
+        "minus": torch.tensor([-0.0]),
+        "only_b": torch.ones(1),
+    }
+    del other["only_a"]
+    save_file(base, tmp_path / "a.safetensors")
+    save_file(other, tmp_path / "b.safetensors")
+    data = json.loads(run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--json", status=1).stdout)
+    found = {d["name"]: (d["kind"], d["max_abs_diff"]) for d in data["differences"]}
+    assert str(found.pop("one_nan")) == "('values', nan)"
+    assert found == {
+        "only_a": ("only in A", None),
+        "only_b": ("only in B", None),
+        "shape": ("shape", None),
+        "dtype": ("dtype", 0.5),
+        "values": ("values", 0.5),
+        "inf": ("values", 1.0),
+        "count": ("values", 1.0),
+        "flag": ("values", 1.0),
+        "complex": ("values", 3.0),
+        "code": ("values", 2.0),
+    }
+    assert (data["tensors"], data["same"]) == (15, 4)
+    table = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1).stdout
+    for name in found:
+        assert name in table
+
+
+def test_compare_allows_what_it_is_told_to(tensors, tmp_path):
+    nudged = {name: tensor + 1e-4 for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file(nudged, tmp_path / "b.safetensors")
+    run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1)
+    run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--atol", "1e-3")
+    run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--headers-only")
+
+
+def test_compare_asks_a_loader_for_each_side(folder, tmp_path):
+    run("convert", folder, tmp_path / "bf16", "--to", "binary", "--dtype", "bfloat16")
+    run("convert", folder, tmp_path / "ref", "--to", "safetensors", "--dtype", "bfloat16")
+    options = ["--loader-a", "binary", "--option-a", "dtype=float32", "--loader-b", "local"]
+    result = run("compare", tmp_path / "bf16", tmp_path / "ref", *options, "--json", status=1)
+    assert {d["kind"] for d in json.loads(result.stdout)["differences"]} == {"dtype"}
+    assert {d["max_abs_diff"] for d in json.loads(result.stdout)["differences"]} == {0.0}
+
+
+# ------------------------------------------------------------------ doctor
+
+
+def test_doctor_shows_versions_loaders_and_machine():
+    output = run("doctor").stdout
+    for words in (__version__, torch.__version__, "hf", "ok (weightloaders", "cores", "hub cache", "no problems"):
+        assert words in output
+
+
+def test_doctor_never_shows_a_token():
+    output = run("doctor", env={"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "1"}).stdout
+    assert "hf_secret" not in output
+    assert "HF_TOKEN" in output
+    assert "HF_HUB_OFFLINE" in output
+
+
+def test_doctor_names_a_broken_plugin_and_goes_on(tmp_path):
+    info = tmp_path / "broken_plugin-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 3.1\n")
+    (info / "entry_points.txt").write_text("[weightloaders.loaders]\nshaky = broken_plugin:Loader\n")
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no luck')\n")
+    result = program("doctor", env=importing_from(tmp_path))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stdout + result.stderr
+    line = next(line for line in result.stdout.splitlines() if "shaky" in line)
+    for words in ("broken", "broken-plugin 3.1", "no luck", "PROBLEM"):
+        assert words in line
+    assert "1 problem" in result.stdout
+    assert "huge pages" in result.stdout or sys.platform != "linux"
+    listed = program("list", env=importing_from(tmp_path))
+    assert listed.returncode == 0
+    assert "no luck" in listed.stdout
+
+
+# ------------------------------------------------------------------ generate
+
+
+@pytest.fixture
+def bare(folder, tmp_path) -> Path:
+    """The model with a tokenizer whose tokens are words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    target = tmp_path / "bare"
+    run("convert", folder, target, "--to", "safetensors", "-q")
+    (target / "chat_template.jinja").unlink()
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, **{f"w{i}": i for i in range(1, 64)}}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(target)
+    return target
+
+
+def test_generate_prints_the_text_and_reports_beside_it(bare):
+    result = run("generate", bare, "w5 w6", "--max-tokens", 4)
+    assert len(result.stdout.split()) == 4
+    assert "loaded by hf" in result.stderr
+    quiet = run("generate", bare, "-", "--max-tokens", 4, "--quiet", stdin="w5 w6")
+    assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
+
+
+def test_generate_takes_a_config_and_what_is_given_counts_rather(bare, tmp_path):
+    (tmp_path / "llm.yaml").write_text(
+        "model: bare\nweight_loader: hf\nsampling_params: {temperature: 0, max_tokens: 3}\n", encoding="utf-8"
+    )
+    three = run("generate", "--config", tmp_path / "llm.yaml", "w5 w6", "-q").stdout
+    assert len(three.split()) == 3
+    two = run("generate", "--config", tmp_path / "llm.yaml", "w5 w6", "--max-tokens", 2, "--loader", "local")
+    assert two.stdout.split() == three.split()[:2]
+    assert "loaded by local" in two.stderr
+
+
+def test_generate_chats_where_there_is_a_template(bare):
+    plain = run("generate", bare, "w5", "-q", "--max-tokens", 4).stdout
+    (bare / "chat_template.jinja").write_text("{{ messages[0]['content'] }} w7 w8 w9")
+    chat = run("generate", bare, "w5", "-q", "--max-tokens", 4).stdout
+    assert chat == run("generate", bare, "w5 w7 w8 w9", "-q", "--raw", "--max-tokens", 4).stdout
+    assert plain == run("generate", bare, "w5", "-q", "--raw", "--max-tokens", 4).stdout
+    assert chat != plain
+
+
+def test_generate_draws_by_a_seed(bare):
+    def drawn(seed: int) -> str:
+        options = ["--temperature", 3, "--seed", seed, "--max-tokens", 8, "-q"]
+        return run("generate", bare, "w5", *options).stdout
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_generate_takes_weights_from_elsewhere(bare, tensors, tmp_path):
+    elsewhere = changed(tensors, tmp_path / "other.safetensors", lm_head__weight=-tensors["lm_head.weight"])
+    other = run("generate", bare, "w5", "--weights", elsewhere, "-q", "--max-tokens", 4).stdout
+    assert other != run("generate", bare, "w5", "-q", "--max-tokens", 4).stdout
+    gap = changed(tensors, tmp_path / "gap.safetensors", model__norm__weight=None)
+    failed = run("generate", bare, "w5", "--weights", gap, status=1)
+    assert "model.norm.weight" in failed.stderr
+    assert failed.stdout == ""
