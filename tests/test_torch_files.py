@@ -692,6 +692,30 @@ def test_harmless_uses_of_what_can_allocate_are_read() -> None:
     assert_same(read(content), content["state_dict"])
 
 
+def test_a_watched_file_is_not_refused_for_bytes_that_look_like_calls() -> None:
+    """Memo numbers take every value, also those of the opcodes for calls, while a tensor's class is on the stack."""
+    base = torch.randn(64, 64)
+    for shift in range(24):
+        tagged = {}
+        for number in range(20):
+            tagged[f"w{number}"] = base[1 + number :, 1:].view_as(base[1 + number :, 1:])
+            tagged[f"w{number}"].tag = number
+        content = {"state_dict": tagged, "other": [f"x{i}" for i in range(shift)]}
+        reordered = dict(reversed(content.items()))
+        assert_same(read(reordered), tagged)
+
+
+def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
+    """A sparse file of a terabyte, whose pickle breaks off within the name of a global."""
+    path = tmp_path / "model.pt"
+    header = saved({"w": torch.ones(1)}, _use_new_zipfile_serialization=False).data
+    with path.open("wb") as file:
+        file.write(header[: header.index(b"c", 20) + 3])
+        file.truncate(1 << 40)
+    with pytest.raises(SourceError):
+        read_torch(FileSource(path))
+
+
 # ------------------------------------------------------------------ damaged files
 
 

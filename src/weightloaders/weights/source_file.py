@@ -73,3 +73,7 @@ class SourceFile(io.BufferedReader):
                 hint="the file is damaged, or not a checkpoint; fetch it again",
             )
         return super().read(min(wanted, max(left, 0)))
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """A line; of one without an end only a part, so that a file of zeros is not read whole."""
+        return super().readline(_BUFFER if size is None or size < 0 else size)

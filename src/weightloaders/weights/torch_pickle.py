@@ -208,27 +208,27 @@ def _watched(unpickler: Any, limit: int, name: str) -> Callable[[int], bytes]:
 
     def watched(size: int) -> bytes:
         data: bytes = read(size)
-        # An argument byte may look like one of the opcodes; then what is checked here is not called now.
+        # An argument byte may look like one of the opcodes, so what is found here need not be a call at all.
         if size == 1 and data in _CALLS and len(unpickler.stack) > 1:
             called, arguments = unpickler.stack[-2:]
-            if getattr(called, "__name__", "") == "_rebuild_from_type_v2" and len(arguments) > 2:
-                called, arguments = arguments[0], arguments[2]
+            if getattr(called, "__name__", "") == "_rebuild_from_type_v2" and isinstance(arguments, tuple):
+                called, arguments = arguments[:3:2] if len(arguments) > 2 else (None, ())
             flat = list(_flat(arguments))
-            if _allocates(called) or any(_is_real(value) for value in flat):
-                elements = math.prod(value for value in flat if type(value) is int)
-                if elements > limit:
-                    raise CheckpointFormatError(
-                        f"{name} asks for {elements} elements, more than it can hold", file=name
-                    )
+            sizes = [value for value in flat if type(value) is int]
+            made_by_size = _allocates(called) and len(sizes) == len(flat)
+            if (made_by_size or _is_real(called) or any(map(_is_real, flat))) and math.prod(sizes) > limit:
+                raise CheckpointFormatError(
+                    f"{name} asks for {math.prod(sizes)} elements, more than it can hold", file=name
+                )
         return data
 
     return watched
 
 
 def _allocates(called: Any) -> bool:
-    if isinstance(called, type):
-        return issubclass(called, bytearray | torch.Tensor | torch.UntypedStorage | torch.TypedStorage)
-    return _is_real(called)
+    return isinstance(called, type) and issubclass(
+        called, bytearray | torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+    )
 
 
 def _is_real(value: Any) -> bool:
