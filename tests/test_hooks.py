@@ -11,8 +11,15 @@ import pytest
 
 import weightloaders
 from weightloaders import hooks
-from weightloaders.errors import BrokenPluginError, LoaderNameError, PlanError, RuleError
-from weightloaders.testing import fake_distribution
+from weightloaders.errors import (
+    BrokenPluginError,
+    LoaderContractError,
+    LoaderNameError,
+    PlanError,
+    RuleError,
+    UnknownLoaderError,
+)
+from weightloaders.testing import fake_distribution, isolated_registry
 
 GROUP = "weightloaders.hooks"
 
@@ -166,6 +173,40 @@ def test_a_broken_plugin_is_rolled_back_and_disturbs_no_other(install, kind):
     hooks.before_load("plan")
     assert module("watcher").calls == [("before", "plan")]
     assert "a_bad" not in sys.modules or module("a_bad").calls == []
+
+
+BY_THE_REGISTRY = """
+from weightloaders import BaseWeightLoader, WeightLoaderRegistry
+class Loader(BaseWeightLoader):
+    def get_weights(self, path): return {}
+WeightLoaderRegistry.register("direct", Loader, replace=True)
+WeightLoaderRegistry.register("local", Loader, replace=True)
+"""
+
+
+def test_what_a_plugin_registers_past_its_registrar_is_its_own_and_shadows_no_built_in(install):
+    install("direct", BY_THE_REGISTRY)
+    with isolated_registry() as registry:
+        assert registry.get("local").__module__ == "weightloaders.loaders.local"
+        description = registry.describe("direct")
+        assert (description.origin, description.distribution, description.status) == ("hook", "direct", "ok")
+
+
+def test_what_a_broken_plugin_registered_past_its_registrar_is_taken_back(install):
+    install("direct_bad", BY_THE_REGISTRY + "raise SystemExit")
+    with isolated_registry() as registry:
+        with pytest.raises(UnknownLoaderError, match="direct_bad"):
+            registry.get("direct")
+        assert "direct" not in registry.list_available(hooks=True)
+
+
+def test_what_a_plugin_registers_that_is_no_loader_is_listed_as_broken(install):
+    install("odd", "@hookimpl\ndef register_loaders(registrar): registrar.register('odd-one', 3)")
+    with isolated_registry() as registry:
+        assert registry.describe("odd-one").status == "broken"
+        with pytest.raises(LoaderContractError, match=r"not 3") as caught:
+            registry.create("odd-one")
+        assert caught.value.plugin == "odd 1.0"
 
 
 def test_an_interrupt_while_a_plugin_is_imported_passes_and_leaves_things_as_before(install):

@@ -135,7 +135,10 @@ def _identity(distribution: metadata.Distribution) -> tuple[str, str]:
 
 
 def _folder(distribution: metadata.Distribution) -> str:
-    return str(distribution.locate_file(""))
+    try:
+        return str(distribution.locate_file(""))
+    except NotImplementedError:  # a distribution that is not made of files
+        return ""
 
 
 def _age(version: str) -> tuple[int, ...]:
@@ -189,8 +192,13 @@ def imported(plugin: Plugin) -> Any:
 
 def broken(plugin: Plugin, what: str, error: BaseException) -> BrokenPluginError:
     """The error for a plugin that failed: who, where, what, and what to do about it."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    remedy = f"install {missing!r}" if missing else f"repair or reinstall {plugin.distribution or plugin.target}"
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    is_its_own = missing == plugin.target.partition(":")[0].partition(".")[0]
+    remedy = (
+        f"install {missing!r}"
+        if missing and not is_its_own
+        else f"repair or reinstall {plugin.distribution or plugin.target}"
+    )
     switch_off = f", or switch it off with {DISABLE_VARIABLE}={plugin.name}" if plugin.distribution else ""
     return BrokenPluginError(
         f"{plugin} {what}: {summary(error)}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from weightloaders.discovery import Plugin, broken, check_name, did_you_mean, im
 from weightloaders.errors import LoaderNameError, WeightLoadersError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -59,6 +60,9 @@ class Registrar:
         if check_name(name) in self._loaders:
             raise LoaderNameError(f"the plugin registers two loaders named {name!r}")
         self._loaders[name] = loader
+
+    def __bool__(self) -> bool:
+        return bool(self._loaders)
 
     def close(self) -> tuple[tuple[str, Callable[..., Any]], ...]:
         """Refuse further loaders, and return those that were registered."""
@@ -150,6 +154,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 _state = _State(_new_manager())
 _muted: set[str] = set()
+_registrar: ContextVar[Registrar | None] = ContextVar("registrar", default=None)
 # Re-entrant: a plugin that asks, while it is being imported, for what plugins offer gets what is known so far.
 _lock = threading.RLock()
 _loading = False
@@ -185,27 +190,36 @@ def has_plugins() -> bool:
 def _load(plugin: Plugin, manager: pluggy.PluginManager) -> HookPlugin:
     if plugin.is_disabled():
         return HookPlugin(plugin, "disabled")
+    registrar = Registrar()
+    token = _registrar.set(registrar)
     try:
         target = imported(plugin)
-        loaders = _register(plugin, target() if isinstance(target, type) else target, manager)
+        _register(plugin, target() if isinstance(target, type) else target, manager, registrar)
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- one broken plugin never breaks another
         logger.warning("the hook plugin %r of %s is left out: %s", plugin.name, plugin.label, summary(error))
         return HookPlugin(plugin, "broken", str(error) if isinstance(error, WeightLoadersError) else summary(error))
+    finally:
+        _registrar.reset(token)
+        loaders = registrar.close()
     return HookPlugin(plugin, "ok", loaders=loaders)
 
 
-def _register(
-    plugin: Plugin, implementation: object, manager: pluggy.PluginManager
-) -> tuple[tuple[str, Callable[..., Any]], ...]:
+def active_registrar() -> Registrar | None:
+    """The registrar of the plugin that is being imported right now, for what it registers in another way."""
+    return _registrar.get()
+
+
+def _register(plugin: Plugin, implementation: object, manager: pluggy.PluginManager, registrar: Registrar) -> None:
     name = _pluggy_name(plugin)
     try:
         manager.register(implementation, name)
-        _check_hooks(plugin, implementation, manager)
-        registrar = Registrar()
+        callers = manager.get_hookcallers(implementation) or []
+        _check_hooks(callers, implementation)
         for impl in manager.hook.register_loaders.get_hookimpls():
             if impl.plugin is implementation:
                 _call(impl, registrar=registrar)
-        return registrar.close()
+        if not callers and not registrar:
+            raise TypeError(f"{plugin.target} implements no hook; mark its functions with weightloaders.hookimpl")
     except BaseException:
         if manager.has_plugin(name):
             manager.unregister(name=name)
@@ -216,10 +230,7 @@ def _pluggy_name(plugin: Plugin) -> str:
     return f"{plugin.label} ({plugin.name})"
 
 
-def _check_hooks(plugin: Plugin, implementation: object, manager: pluggy.PluginManager) -> None:
-    callers = manager.get_hookcallers(implementation)
-    if not callers:
-        raise TypeError(f"{plugin.target} implements no hook; mark its functions with weightloaders.hookimpl")
+def _check_hooks(callers: Iterable[pluggy.HookCaller], implementation: object) -> None:
     for caller in callers:
         if caller.spec is None:
             known = [name for name in vars(HookSpecs) if not name.startswith("_")]

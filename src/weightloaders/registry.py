@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 from weightloaders import offers
 from weightloaders.discovery import DISABLE_VARIABLE, Plugin, canonical, check_name
 from weightloaders.errors import LoaderNameError, OptionsError, RegistryError, UnknownLoaderError
-from weightloaders.hooks import load_plugins
+from weightloaders.hooks import active_registrar, load_plugins
 from weightloaders.loaders.auto import AutoLoader, Candidate
 from weightloaders.loaders.base import BaseWeightLoader
 from weightloaders.loaders.options import LoaderFactory, create_loader
@@ -76,6 +76,11 @@ class WeightLoaderRegistry:
             LoaderNameError: If the name is malformed, or taken by another loader.
             LoaderContractError: If it is no loader, or a class that lacks ``get_weights``.
         """
+        registrar = active_registrar()
+        if registrar is not None:
+            # A hook plugin that calls this answers for it like for all else: kept if it comes up, else taken back.
+            registrar.register(name, offers.checked(loader))
+            return
         target = offers.target_of(offers.checked(loader))
         offer = Offer(Plugin(check_name(name), target), "run time", loader)
         # A module that registers what its own entry point declares says the same thing twice.
