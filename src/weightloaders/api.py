@@ -222,13 +222,9 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
     infos = [_Described(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     metadata = {"format": "pt"}
     if path.suffix == ".safetensors":
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_safetensors(path, infos, lambda name: tensors[name].cpu(), metadata)
+        write_safetensors(path, infos, tensors.__getitem__, metadata)
         return (path,)
-    path.mkdir(parents=True, exist_ok=True)
-    return write_sharded(
-        path, infos, lambda name: tensors[name].cpu(), max_shard_size=parse_size(max_shard_size), metadata=metadata
-    )
+    return write_sharded(path, infos, tensors.__getitem__, max_shard_size=parse_size(max_shard_size), metadata=metadata)
 
 
 def safetensors_weights_iterator(

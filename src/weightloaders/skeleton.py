@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightloaders.errors import ModelError
+from weightloaders.errors import ModelError, SourceNotFoundError
+from weightloaders.loaders.hub import HubAccess
+from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.mapping.transformers import tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from torch import nn
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
 # Options of the hub that find a config as well as weights.
 HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
 
@@ -71,6 +75,21 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def model_files(source: str | Path, hub_options: Mapping[str, Any] | None = None) -> Path:
+    """The folder with a model's config, tokenizer and the like; downloaded, if the source is on the hub.
+
+    Args:
+        source: A folder or hub id.
+        hub_options: Those of `HUB_OPTIONS`.
+
+    Raises:
+        SourceError: If there is no such folder or repository, or nothing of the kind in it.
+    """
+    options = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
+    subfolder = options.pop("subfolder", "")
+    return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder)
+
+
 def build_skeleton(
     source: str | None,
     *,
@@ -98,49 +117,53 @@ def build_skeleton(
     Raises:
         ModelError: If there is no usable config, or transformers has no such class.
     """
-    hub = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
-    config, model_kwargs = _config(source, config, hub, trust_remote_code, model_kwargs)
+    # A config given as an object needs no files; a source may then be a place that only the loader understands.
+    folder = None if source is None or config is not None else _files_or_explain(source, hub_options)
+    config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{source or 'the config'} describes a quantised model, which can't be built yet",
             hint="convert the checkpoint to plain weights first, or load it into your own module with load_into",
         )
-    model_class = _model_class(config, auto_class, source, trust_remote_code, hub)
+    model_class = _model_class(config, auto_class, folder, trust_remote_code)
     dtype = _dtype(dtype, config, stored_dtype)
     config = copy.deepcopy(config)
     model = _on_meta(model_class, config, dtype, model_kwargs)
-    _add_generation_config(model, source, hub)
+    _add_generation_config(model, folder)
     return Skeleton(model, _kept_dtypes(model, dtype))
 
 
+def _files_or_explain(source: str, hub_options: Mapping[str, Any] | None) -> Path:
+    try:
+        return model_files(source, hub_options)
+    except SourceNotFoundError as error:
+        raise ModelError(f"there is no config in {source}: {error.message}", file=source, hint=_NO_CONFIG) from error
+
+
 def _config(
-    source: str | None, config: Any, hub: Mapping[str, Any], trust: bool, kwargs: dict[str, Any]
+    folder: Path | None, config: Any, hub_options: Mapping[str, Any] | None, trust: bool, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoConfig, PreTrainedConfig
 
     kwargs = dict(kwargs)
     attention = kwargs.pop("attn_implementation", None)
     if not isinstance(config, PreTrainedConfig):
-        where = source if config is None else str(config)
-        if where is None:
-            raise ModelError("neither a source nor a config was given", hint="name a folder with a config.json")
+        if config is not None:
+            folder = _files_or_explain(str(config), hub_options)
+        if folder is None:
+            raise ModelError("neither a source nor a config was given", hint=_NO_CONFIG)
         try:
             config, kwargs = AutoConfig.from_pretrained(
-                _plain_name(where), return_unused_kwargs=True, trust_remote_code=trust, **hub, **kwargs
+                folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
             )
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
-                f"there is no usable config in {where}: {_first_line(error)}",
-                file=where,
-                hint="give config=<folder or config object>, or name a folder that has a config.json",
+                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=_NO_CONFIG
             ) from error
+        kwargs.pop("local_files_only", None)
     if attention is not None:
         config._attn_implementation = attention  # noqa: SLF001 -- what `from_pretrained` sets for this argument
     return config, kwargs
-
-
-def _plain_name(name: str) -> str:
-    return name.removeprefix("hf://")
 
 
 def _first_line(error: BaseException) -> str:
@@ -148,7 +171,7 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def _model_class(config: Any, auto_class: Any, source: str | None, trust: bool, hub: Mapping[str, Any]) -> Any:
+def _model_class(config: Any, auto_class: Any, folder: Path | None, trust: bool) -> Any:
     import transformers
 
     wanted = auto_class
@@ -156,11 +179,11 @@ def _model_class(config: Any, auto_class: Any, source: str | None, trust: bool, 
         names = getattr(config, "architectures", None) or []
         if not names:
             raise ModelError(
-                f"the config of {source or 'the model'} names no architecture",
+                f"the config of {folder or 'the model'} names no architecture",
                 hint="say which class to build, e.g. auto_class='AutoModelForCausalLM'",
             )
         if trust and getattr(config, "auto_map", None):
-            return _remote_class(config, source, hub)
+            return _remote_class(config, folder)
         wanted = names[0]
     if isinstance(wanted, str):
         found = getattr(transformers, wanted, None)
@@ -180,7 +203,7 @@ def _model_class(config: Any, auto_class: Any, source: str | None, trust: bool, 
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def _remote_class(config: Any, source: str | None, hub: Mapping[str, Any]) -> Any:
+def _remote_class(config: Any, folder: Path | None) -> Any:
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     references = {k: v for k, v in config.auto_map.items() if k.startswith("AutoModel")}
@@ -188,10 +211,8 @@ def _remote_class(config: Any, source: str | None, hub: Mapping[str, Any]) -> An
         (k for k in ("AutoModelForCausalLM", "AutoModel") if k in references), next(iter(references), None)
     )
     if preferred is None:
-        raise ModelError(f"the config of {source} brings code, but none for a model: {config.auto_map}")
-    reference = references[preferred]
-    options = {k: v for k, v in hub.items() if k in ("revision", "cache_dir", "token", "local_files_only")}
-    return get_class_from_dynamic_module(reference, _plain_name(str(source or config.name_or_path)), **options)
+        raise ModelError(f"the config of {folder} brings code, but none for a model: {config.auto_map}")
+    return get_class_from_dynamic_module(references[preferred], str(folder or config.name_or_path))
 
 
 def _dtype(dtype: torch.dtype | str, config: Any, stored: Callable[[], torch.dtype | None] | None) -> torch.dtype:
@@ -248,16 +269,14 @@ def _kept_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return kept_dtypes
 
 
-def _add_generation_config(model: Any, source: str | None, hub: Mapping[str, Any]) -> None:
+def _add_generation_config(model: Any, folder: Path | None) -> None:
     """``generation_config.json`` is a file of its own, which the constructor does not read."""
-    if source is None or not callable(getattr(model, "can_generate", None)) or not model.can_generate():
+    if folder is None or not callable(getattr(model, "can_generate", None)) or not model.can_generate():
         return
-    from transformers import GenerationConfig
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
 
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(_plain_name(source), **hub)
-    except OSError:
-        logger.debug("%s has no generation config; the model's defaults stay", source)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def stored_dtype_of(weights: Weights) -> torch.dtype | None:

@@ -15,13 +15,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def resolve_folder(name: str | Path, patterns: Iterable[str], access: HubAccess | None = None) -> Path:
+# Everything of a model but its weights: config, tokenizer, chat template, and code for who trusts it.
+MODEL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+
+
+def resolve_folder(
+    name: str | Path, patterns: Iterable[str] = MODEL_FILES, access: HubAccess | None = None, subfolder: str = ""
+) -> Path:
     """The folder with a model's files of these names; downloaded, if they are on the hub.
 
     Args:
         name: A folder or a repository, told apart as by `locate`.
         patterns: Globs of file names, e.g. ``["config.json", "tokenizer*"]``. One that matches nothing is no error.
         access: How to reach the hub.
+        subfolder: Where the files lie within the folder or repository.
 
     Raises:
         SourceNotFoundError: If there is no such folder or repository, or no file in it matches.
@@ -36,10 +43,11 @@ def resolve_folder(name: str | Path, patterns: Iterable[str], access: HubAccess 
         return found
 
     def on_disk(folder: Path) -> Path:
-        matching(FolderListing(folder))
-        return folder
+        matching(FolderListing(folder / subfolder))
+        return folder / subfolder
 
     def on_hub(files: HubFiles) -> Path:
+        files = files.within(subfolder)
         return files.download(matching(files))
 
     def holds(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from weightloaders import api, loading
 from weightloaders.errors import ConfigError, ModelError
 from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
-from weightloaders.skeleton import HUB_OPTIONS
+from weightloaders.skeleton import HUB_OPTIONS, model_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -73,7 +73,7 @@ class TransformersEngine:
         cls,
         model: str,
         *,
-        weights: str | None = None,
+        weights: Any = None,
         loader_kwargs: Mapping[str, Any] | None = None,
         tokenizer: str | None = None,
         revision: str | None = None,
@@ -111,7 +111,7 @@ class TransformersEngine:
         engine.load_report = report
         return engine
 
-    def reload_weights(self, source: str, **load_options: Any) -> LoadReport:
+    def reload_weights(self, source: Any, **load_options: Any) -> LoadReport:
         """Fill the same model again, in place. See `load_into` for the options."""
         self.load_report = api.load_into(self.model, source, **load_options)
         return self.load_report
@@ -247,7 +247,7 @@ def _has_tokenizer(source: str) -> bool:
 def _tokenizer(source: str, hub: Mapping[str, Any], trust_remote_code: bool) -> Any:
     # transformers raises whatever its many tokenizers raise.
     try:
-        return AutoTokenizer.from_pretrained(source.removeprefix("hf://"), trust_remote_code=trust_remote_code, **hub)
+        return AutoTokenizer.from_pretrained(model_files(source, hub), trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(
             f"the tokenizer in {source} can't be read: {error}",
