@@ -740,6 +740,22 @@ def test_a_reload_changes_the_text_and_keeps_the_objects(folder, tmp_path):
     assert tokens(llm.generate(PROMPTS, GREEDY)) == first
 
 
+def test_weights_may_be_given_as_such(folder, tmp_path):
+    other = other_weights(folder, tmp_path / "other")
+    expected = [by_transformers(AutoModelForCausalLM.from_pretrained(other), prompt) for prompt in PROMPTS]
+    llm = LLM(model=folder, weights=load_file(other / "model.safetensors"), progress=False)
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    with pytest.raises(ConfigError, match="no place"):
+        llm.reload_weights()
+    # As a trainer does: again and again, a loader or none, from memory.
+    llm = LLM(model=folder, weight_loader="local", progress=False)
+    llm.reload_weights(load_file(other / "model.safetensors"))
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+    llm.reload_weights()
+    llm.reload_weights(iter(load_file(other / "model.safetensors").items()))
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == expected
+
+
 def test_a_reload_that_is_refused_leaves_the_model_as_it_was(folder, tmp_path):
     llm = LLM(model=folder, progress=False)
     before = {name: tensor.clone() for name, tensor in llm.model.state_dict().items()}

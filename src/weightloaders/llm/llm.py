@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.config import LLMConfig, unknown
@@ -15,7 +16,6 @@ from weightloaders.llm.prompts import rendered, requests_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -36,7 +36,7 @@ class LLM:
 
     Args:
         model: Folder or hub id with the model's config.
-        weights: Where the weights lie, if not with the config.
+        weights: Where the weights lie, if not with the config; or weights themselves, as `load_into` takes them.
         weight_loader: A loader: its name, class, an instance, or ``"package.module:Class"``.
         weight_loader_kwargs: The loader's options.
         rules: Renames, drops and conversions of names and layouts.
@@ -67,7 +67,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        weights: str | Path | None = None,
+        weights: Any = None,
         weight_loader: str | type[BaseWeightLoader] | BaseWeightLoader = "auto",
         weight_loader_kwargs: Mapping[str, Any] | None = None,
         rules: Any = None,
@@ -91,7 +91,7 @@ class LLM:
         options = dict(weight_loader_kwargs or {})
         if revision is not None and weights is None:
             options = {"revision": revision, **options}
-        self._source = str(model if weights is None else weights)
+        self._source = model if weights is None else weights
         self._loader: dict[str, Any] = {"loader": weight_loader, "loader_kwargs": options}
         self._load_options = {
             "rules": rules,
@@ -103,7 +103,7 @@ class LLM:
         }
         self._engine = engine_class(engine).load(
             str(model),
-            weights=None if weights is None else str(weights),
+            weights=weights,
             tokenizer=None if tokenizer is None else str(tokenizer),
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -240,7 +240,7 @@ class LLM:
 
     def reload_weights(
         self,
-        source: str | Path | None = None,
+        source: Any = None,
         *,
         weight_loader: str | type[BaseWeightLoader] | BaseWeightLoader | None = None,
         weight_loader_kwargs: Mapping[str, Any] | None = None,
@@ -252,8 +252,9 @@ class LLM:
         and `generate` refuses it until a reload succeeds.
 
         Args:
-            source: Where the new weights lie. Default: where the last ones came from.
-            weight_loader: The loader. Default: the one that this LLM was made with, with its options.
+            source: Where the new weights lie; or weights themselves, as `load_into` takes them. Default: where the last
+                ones came from.
+            weight_loader: The loader. Default: the last one, with its options.
             weight_loader_kwargs: The loader's options.
             load_options: Those of ``rules``, ``on_missing``, ``on_unexpected``, ``on_mismatch``, ``progress`` and
                 ``verify`` that shall differ from what this LLM was made with.
@@ -262,22 +263,29 @@ class LLM:
             What was loaded; also in `load_report`.
 
         Raises:
-            ConfigError: If an option is unknown.
+            ConfigError: If an option is unknown, or there is no source.
             WeightLoadersError: As `load_into` does.
         """
         odd = sorted(load_options.keys() - self._load_options.keys())
         if odd:
             raise ConfigError(f"reload_weights: {unknown(odd[0], self._load_options)}")
+        options = {**self._load_options, **load_options}
+        if source is not None and not isinstance(source, str | Path):
+            return self._engine.reload_weights(source, **options)
+        if source is None:
+            source = self._source
+            if not isinstance(source, str | Path):
+                raise ConfigError("the weights were given as such, so there is no place to read them from again")
         loader = dict(self._loader)
         if weight_loader is not None:
             loader = {"loader": weight_loader, "loader_kwargs": {}}
+        elif source != self._source:
+            # A commit of one repository is none of another.
+            kept = {name: value for name, value in loader["loader_kwargs"].items() if name != "revision"}
+            loader["loader_kwargs"] = kept
         if weight_loader_kwargs is not None:
             loader["loader_kwargs"] = dict(weight_loader_kwargs)
-        source = self._source if source is None else str(source)
-        if source != self._source and loader["loader_kwargs"] is self._loader["loader_kwargs"]:
-            # A commit of one repository is none of another.
-            loader["loader_kwargs"] = {k: v for k, v in self._loader["loader_kwargs"].items() if k != "revision"}
-        report = self._engine.reload_weights(source, **loader, **{**self._load_options, **load_options})
+        report = self._engine.reload_weights(source, **loader, **options)
         self._source, self._loader = source, loader
         return report
 

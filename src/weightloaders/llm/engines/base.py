@@ -46,7 +46,7 @@ class Engine(Protocol):
             ModelError: If the model can't write text, or has no room for a prompt.
         """
 
-    def reload_weights(self, source: str, **load_options: Any) -> LoadReport:
+    def reload_weights(self, source: Any, **load_options: Any) -> LoadReport:
         """Fill the same model again, in place; see `load_into` for the options."""
 
 
