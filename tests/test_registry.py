@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,16 @@ def install(tmp_path):
             )
 
         yield add
+
+
+@contextmanager
+def on_path(folder):
+    # Not monkeypatch's: that would bring back, at its end, the path as it was with the distributions on it.
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def described(registry, name):
@@ -412,22 +422,37 @@ def test_of_two_versions_in_one_folder_the_newer_counts(registry, install):
     assert description.version == "1.10"
 
 
-def test_an_empty_stale_dist_info_does_not_hide_the_real_one(registry, install, tmp_path, monkeypatch):
+def test_an_empty_stale_dist_info_does_not_hide_the_real_one(registry, install, tmp_path):
     install("loaders-x", {"x": "x_module:Loader"})
     (tmp_path / "stale" / "loaders_x-0.9.dist-info").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path / "stale")
-    assert registry.describe("x").version == "1.0"
-    assert registry.create("x")
+    with on_path(tmp_path / "stale"):
+        assert registry.describe("x").version == "1.0"
+        assert registry.create("x")
 
 
-def test_a_leftover_without_metadata_is_diagnosed(registry, tmp_path, monkeypatch):
-    stale = tmp_path / "loaders_y-0.9.dist-info"
-    stale.mkdir()
-    (stale / "entry_points.txt").write_text(f"[{LOADERS}]\ny = y_gone:Loader\n", encoding="utf-8")
-    monkeypatch.syspath_prepend(tmp_path)
-    (description,) = described(registry, "y")
-    assert (description.status, description.distribution) == ("broken", "unknown")
-    assert "No module named 'y_gone'" in description.error
+def leave_behind(folder, name, target):
+    """What an incomplete uninstall leaves: entry points without METADATA."""
+    stale = folder / f"loaders_{name}-0.9.dist-info"
+    stale.mkdir(parents=True)
+    (stale / "entry_points.txt").write_text(f"[{LOADERS}]\n{name} = {target}\n", encoding="utf-8")
+
+
+def test_leftovers_without_metadata_are_diagnosed(registry, tmp_path):
+    for name in ("y", "z"):
+        leave_behind(tmp_path, name, f"gone_{name}:Loader")
+    with on_path(tmp_path):
+        for name in ("y", "z"):
+            (description,) = described(registry, name)
+            assert (description.status, description.distribution) == ("broken", "unknown")
+            assert f"No module named 'gone_{name}'" in description.error
+
+
+def test_a_leftover_without_metadata_is_no_rival_of_its_successor(registry, install, tmp_path):
+    install("loaders-x", {"x": "x_module:Loader"})
+    leave_behind(tmp_path / "stale", "x", "x_module:Loader")
+    with on_path(tmp_path / "stale"):
+        assert registry.describe("x").status == "ok"
+        assert registry.create("x")
 
 
 @pytest.mark.parametrize(

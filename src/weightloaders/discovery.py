@@ -115,9 +115,11 @@ def installed(group: str) -> list[Plugin]:
         if text is None or group not in text:
             continue
         name, version = _identity(distribution)
-        kept = chosen.setdefault(canonical(name), (distribution, version))
+        # Of those that have lost their name nobody can say whether they are the same.
+        key = canonical(name) if name != _UNKNOWN else f"{_UNKNOWN} {len(chosen)}"
+        kept = chosen.setdefault(key, (distribution, version))
         if _folder(kept[0]) == _folder(distribution) and _age(version) > _age(kept[1]):
-            chosen[canonical(name)] = (distribution, version)
+            chosen[key] = (distribution, version)
     plugins = {plugin for distribution, _ in chosen.values() for plugin in _entry_points(distribution, group)}
     named = {(plugin.name, plugin.target) for plugin in plugins if plugin.distribution != _UNKNOWN}
     # A leftover without a name says nothing that its properly installed successor does not say.
