@@ -167,6 +167,7 @@ def test_a_broken_plugin_is_rolled_back_and_disturbs_no_other(install, kind):
     found, error = status("a_bad")
     assert found == "broken"
     assert complaint in error
+    assert "'a_bad' of a_bad 1.0" in error
     assert status("watcher") == ("ok", None)
     assert [p.loaders for p in hooks.load_plugins()] == [(), ()]
     assert [name for name, _ in hooks.rules_for(1)] == ["watcher 1.0 (watcher)"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pluggy
 
 from weightloaders.discovery import Plugin, broken, check_name, did_you_mean, imported, installed, summary
-from weightloaders.errors import LoaderNameError, WeightLoadersError
+from weightloaders.errors import BrokenPluginError, LoaderNameError, WeightLoadersError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -197,7 +197,8 @@ def _load(plugin: Plugin, manager: pluggy.PluginManager) -> HookPlugin:
         _register(plugin, target() if isinstance(target, type) else target, manager, registrar)
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- one broken plugin never breaks another
         logger.warning("the hook plugin %r of %s is left out: %s", plugin.name, plugin.label, summary(error))
-        return HookPlugin(plugin, "broken", str(error) if isinstance(error, WeightLoadersError) else summary(error))
+        told = error if isinstance(error, BrokenPluginError) else broken(plugin, "can't be registered", error)
+        return HookPlugin(plugin, "broken", str(told))
     finally:
         _registrar.reset(token)
         loaders = registrar.close()

@@ -32,8 +32,8 @@ LoaderFactory = collections.abc.Callable[..., BaseWeightLoader]
 
 # Names that authors often import for type checkers only, so that an annotation is known all the same.
 _USUAL_NAMES: dict[str, Any] = {
-    **{name: getattr(typing, name) for name in typing.__all__},
-    **{name: getattr(collections.abc, name) for name in collections.abc.__all__},
+    **{name: value for name, value in vars(typing).items() if name in typing.__all__},
+    **{name: value for name, value in vars(collections.abc).items() if name in collections.abc.__all__},
     "Path": pathlib.Path,
     "pathlib": pathlib,
 }
