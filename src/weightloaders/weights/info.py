@@ -140,7 +140,7 @@ class Extent:
 
     @property
     def is_native(self) -> bool:
-        """Whether its bytes can be used as they lie: in this machine's byte order, or one byte an element."""
+        """Whether its bytes can be used as they lie, being in this machine's byte order or one byte an element."""
         return self.byteorder == HOST_BYTEORDER or self.stored_dtype.itemsize == 1
 
 
