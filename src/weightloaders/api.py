@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.errors import ConfigError, SourceNotFoundError
-from weightloaders.loaders.base import BaseWeightLoader
-from weightloaders.loading import LoadContext, check_usable, load, make_plan
+from weightloaders.loading import LoadContext, check_usable, get_weights, load, load_given, make_plan
 from weightloaders.mapping.rules import parse_rules
 from weightloaders.offers import BUILT_IN, target_of
 from weightloaders.plan import Policies, PolicyOption
@@ -50,7 +49,7 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         OptionsError: If the options don't suit the loader.
     """
     found = WeightLoaderRegistry.resolve(loader, kwargs, source=str(source))
-    return as_catalogue(found.get_weights(str(source)), borrowed=bool(found.borrowed))
+    return as_catalogue(get_weights(found, str(source)), borrowed=bool(found.borrowed))
 
 
 def plan_load(
@@ -191,7 +190,7 @@ def from_pretrained(
         trust_remote_code=trust_remote_code,
         **model_kwargs,
     )
-    context = context.changed(dtypes=skeleton.dtypes, initialise=skeleton.initialise)
+    context = context.changed(dtypes=skeleton.dtypes)
     report = _load(skeleton.model, where, "auto" if resolved is None else resolved, None, context)
     skeleton.finalise(report.loaded)
     return skeleton.model, report
@@ -305,7 +304,7 @@ def _load(
 ) -> LoadReport:
     resolved = _resolve(source, loader, options or {})
     if resolved is None:
-        return load(model, _Given(source), "", context)
+        return load_given(model, source, context)
     name = loader if isinstance(loader, str) and loader != "auto" else _name_of(resolved)
     return load(model, resolved, str(source), context.changed(loader=name))
 
@@ -315,21 +314,11 @@ def _name_of(loader: Any) -> str:
     return next((name for name, target in BUILT_IN.items() if target == target_of(type(loader))), type(loader).__name__)
 
 
-class _Given(BaseWeightLoader):
-    """Weights that were given directly, in a loader's place."""
-
-    def __init__(self, weights: Any) -> None:
-        self._weights = weights
-
-    def get_weights(self, model_name_or_path: str) -> Any:  # noqa: ARG002 -- there is nothing to look up
-        return self._weights
-
-
 def _stored_dtype(source: Any, resolved: Any) -> torch.dtype | None:
     if resolved is None:
         # A stream can be read only once, so it can't be looked at before.
         return stored_dtype_of(as_catalogue(source)) if isinstance(source, Weights | dict) else None
-    weights = resolved.get_weights(str(source))
+    weights = get_weights(resolved, str(source))
     if not isinstance(weights, Weights | dict):
         return None
     with as_catalogue(weights) as catalogue:

@@ -47,20 +47,6 @@ class Skeleton:
     model: nn.Module
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
-    def initialise(self, model: nn.Module, gaps: list[str]) -> None:
-        """Compute buffers, and initialise the named gaps as transformers would, before any weight moves."""
-        if not hasattr(model, "named_non_persistent_buffers") or not hasattr(model, "initialize_weights"):
-            return
-        device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-        tied = set(tied_names(model))
-        for name, tensor in _named(model):
-            if name not in gaps or name in tied:
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # noqa: SLF001 -- transformers' own mark
-        for name, buffer in model.named_non_persistent_buffers():  # type: ignore[operator]
-            path, _, key = name.rpartition(".")
-            model.get_submodule(path)._buffers[key] = torch.empty_like(buffer, device=device)  # noqa: SLF001 -- see above
-        model.initialize_weights()  # type: ignore[operator]
-
     def finalise(self, filled: Iterable[str]) -> None:
         """Tie what the config ties, once the weights are in, and switch to evaluation."""
         model: Any = self.model

@@ -4,27 +4,52 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import LoaderContractError, PlanError
-from weightloaders.loading.context import LoadContext, current_context, marking, within
-from weightloaders.loading.preparing import mappers_for, prepare_memory, report_of, show_progress, targets_of
+from weightloaders.errors import (
+    LoaderContractError,
+    LoadError,
+    PlanError,
+    SourceError,
+    SourceNotFoundError,
+    WeightLoadersError,
+)
+from weightloaders.loading.context import LoadContext, current_context, within
+from weightloaders.loading.preparing import groundwork, mappers_for, report_of, show_progress, targets_of, warn_of
+from weightloaders.loading.status import marking
 from weightloaders.loading.streaming import load_stream
-from weightloaders.loading.watching import load_by_loader, load_by_model, own_load_weights, raise_if_uncovered, watching
+from weightloaders.loading.watching import (
+    active_watches,
+    is_nested,
+    load_by_loader,
+    load_by_model,
+    own_load_weights,
+    settle,
+    watching,
+)
 from weightloaders.mapping import transformers as hf
-from weightloaders.plan import CallStep, LoadPlan, step_infos, step_targets
+from weightloaders.placing import may_cast
+from weightloaders.plan import CallStep, ComputeStep, LoadPlan, Step, step_infos, step_targets
 from weightloaders.planner import Planner
-from weightloaders.transfer.engine import Transfer
+from weightloaders.transfer.coverage import Coverage
+from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.verify import check_finite, check_sha256
+from weightloaders.weights.source import close_files
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from weightloaders.report import LoadReport
+    from weightloaders.targets import Target, Targets
+    from weightloaders.transfer.engine import ProgressEvent
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +64,56 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
         context: What was asked for.
 
     Raises:
+        SourceError: If the source can't be opened.
         PlanError: If something is missing or does not fit; nothing was touched.
         LoadError: If something failed on the way; the model is marked then.
     """
-    weights = loader.get_weights(source)
+    weights = get_weights(loader, source)
     try:
-        if getattr(type(loader).load_weights, "is_default", False):
-            with within(context):
+        with within(context, model):
+            if getattr(type(loader).load_weights, "is_default", False):
                 return load_planned(model, weights, borrowed=bool(loader.borrowed))
-        return load_by_loader(model, loader, weights, context)
+            return load_by_loader(model, loader, weights, context)
     finally:
-        if isinstance(weights, Weights):
+        _close(weights)
+
+
+def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadReport:
+    """Fill a model from weights that the caller has, and keeps: they are not closed.
+
+    Raises:
+        PlanError: If something is missing or does not fit; nothing was touched.
+        LoadError: If something failed on the way; the model is marked then.
+    """
+    with within(context, model):
+        return load_planned(model, weights)
+
+
+def get_weights(loader: Any, source: str) -> Any:
+    """What a loader says that a source holds.
+
+    Raises:
+        SourceError: If it fails; with the loader's name where it isn't an error of ours.
+    """
+    try:
+        return loader.get_weights(source)
+    except WeightLoadersError:
+        raise
+    except Exception as error:
+        kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceError
+        name = type(loader).__name__
+        raise kind(
+            f"{name}.get_weights({source!r}) failed: {type(error).__name__}: {error}", file=source, plugin=name
+        ) from error
+
+
+def _close(weights: Any) -> None:
+    # A generator that nobody ran to its end holds what it opened until somebody says that no more is wanted.
+    if isinstance(weights, Weights) or (isinstance(weights, Iterator) and hasattr(weights, "close")):
+        try:
             weights.close()
+        except Exception:
+            logger.exception("closing the weights failed")
 
 
 def load_planned(model: nn.Module, weights: Any, *, borrowed: bool = False) -> LoadReport:
@@ -60,15 +123,21 @@ def load_planned(model: nn.Module, weights: Any, *, borrowed: bool = False) -> L
         model: Filled in place.
         weights: Anything the contract accepts as weights.
         borrowed: Whether tensors belong to a buffer that is reused.
+
+    Raises:
+        LoaderContractError: If these are no weights.
+        PlanError: If something is missing or does not fit; nothing was touched.
+        LoadError: If something failed on the way; the model is marked then.
     """
-    context = current_context()
+    context = current_context(model)
     wrapped = as_weights(weights, borrowed=borrowed)
     own = own_load_weights(model)
     if own is not None and not context.rules:
         return load_by_model(model, own, wrapped, context)
     if isinstance(wrapped, Stream):
         return load_stream(model, wrapped, context)
-    return run(make_plan(model, wrapped, context), model, context)
+    targets = targets_of(model, context)
+    return _run(_plan(model, wrapped, targets, context), model, targets, context)
 
 
 def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadPlan:
@@ -78,8 +147,19 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
         RuleError: If a rule can't be understood.
         ModelError: If the model can't be filled at all.
     """
-    weights.check_open()
     targets = targets_of(model, context)
+    plan = _plan(model, weights, targets, context)
+
+    def runner(plan: LoadPlan, model: nn.Module) -> LoadReport:
+        weights.check_open()
+        return _run(plan, model, targets, context)
+
+    plan.runner = runner
+    return plan
+
+
+def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadContext) -> LoadPlan:
+    weights.check_open()
     mappers, decided_by, position = mappers_for(model, targets, context)
     ignore_missing, ignore_unexpected = hf.ignored_patterns(model)
     planner = Planner(
@@ -93,62 +173,98 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
     )
     plan = planner.plan(weights.infos(), notes=weights.notes, skipped=weights.skipped_files)
     plan.decided_by[:0] = decided_by
-    plan.runner = lambda plan, model: run(plan, model, context)
     return plan
 
 
-def run(plan: LoadPlan, model: nn.Module, context: LoadContext) -> LoadReport:
-    """Carry a plan out.
+# ------------------------------------------------------------------ carrying a plan out
 
-    Raises:
-        PlanError: If it has errors, a hook refuses, or the model is another one than it was made for.
-        LoadError: If something fails on the way.
-    """
+
+def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext) -> LoadReport:
     start = time.perf_counter()
-    hooks.before_load(plan)
     plan.raise_if_errors()
-    _check_same_model(plan, model)
-    _warn(plan)
-    sources = list({e.source.name: e.source for s in plan.steps for i in step_infos(s) for e in i.extents}.values())
-    if context.verify == "sha256":
-        check_sha256(sources)
-    prepared = prepare_memory(model, context, plan.unfilled, set(plan.tied))
-    called = [step.target.name for step in plan.steps if isinstance(step, CallStep)]
-    with marking(model), show_progress(context) as progress:
-        if called:
-            with watching(model, context, only=set(called)) as watch:
-                moved = Transfer(plan.steps, progress=progress).run()
-            raise_if_uncovered(watch, model, context, "the parameters' own weight_loader", only=set(called))
-        else:
-            moved = Transfer(plan.steps, progress=progress).run()
-        filled = [target for step in plan.steps for target in step_targets(step)]
-        if context.coverage is not None:
-            for target in filled:
-                context.coverage.wrote(target.tensor)
-        if context.verify == "finite":
-            check_finite(filled)
+    _check_same_model(plan, model, targets, context)
+    hooks.before_load(plan)
+    warn_of(plan)
+    infos = {id(info): info for step in plan.steps for info in step_infos(step)}.values()
+    try:
+        if context.verify == "sha256":
+            check_sha256(infos)
+        work = groundwork(model, targets_of(model, context), context, plan.unfilled, plan.tied)
+        with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
+            prepared = work.lay()
+            if prepared.replaced:
+                plan.steps[:] = _for_new_objects(plan.steps, model)
+            try:
+                moved = _transfer(plan.steps, model, context, progress)
+            except BaseException as error:
+                # Ctrl-C does not say what was written.
+                mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
+                raise
+            mark.touched = True
+            filled = [target for step in plan.steps for target in step_targets(step)]
+            for watch in active_watches():
+                for target in filled:
+                    watch.wrote(target.tensor)
+            if context.verify == "finite":
+                check_finite(filled)
+    finally:
+        # They are opened again when they are needed again.
+        close_files(frozenset(extent.source.name for info in infos for extent in info.extents))
     report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
-    hooks.after_load(report)
+    if not is_nested(model):
+        hooks.after_load(report)
     return report
 
 
-def _check_same_model(plan: LoadPlan, model: nn.Module) -> None:
-    current = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    for step in plan.steps:
-        for target in step_targets(step):
-            if current.get(target.name) is not target.tensor:
-                raise PlanError(
-                    f"the plan was made for another model, or the model changed since: {target.name!r} is another tensor",
-                    plan=plan, tensor=target.name, hint="make the plan again",
-                )  # fmt: skip
+def _transfer(
+    steps: list[Step], model: nn.Module, context: LoadContext, progress: Callable[[ProgressEvent], object]
+) -> Transferred:
+    called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
+    if not called:
+        return Transfer(steps, progress=progress).run()
+    watch = Coverage(called)
+    with watching(model, watch):
+        moved = Transfer(steps, progress=progress, handed=watch.hand_out).run()
+    settle(watch, model, context, "the parameters' own weight_loader")
+    return moved
 
 
-def _warn(plan: LoadPlan) -> None:
-    for finding in plan.findings:
-        if finding.severity == "warning":
-            logger.warning("%s", finding.message)
-        elif finding.severity == "info":
-            logger.debug("%s", finding.message)
+def _check_same_model(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext) -> None:
+    """The plan speaks of parameters; they must still be those that the model has, and be as they were."""
+    now = targets_of(model, context).by_name
+    planned = {target.name: target for step in plan.steps for target in step_targets(step)}
+    changed = next(
+        (
+            name for name in dict.fromkeys((*targets.by_name, *now))
+            if name not in now or name not in targets.by_name
+            or (name in planned and now[name].tensor is not planned[name].tensor)
+            or (name in planned and now[name].dtype != planned[name].dtype)
+        ),
+        None,
+    )  # fmt: skip
+    if changed is not None:
+        raise PlanError(
+            f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",
+            plan=plan, tensor=changed, hint="make the plan again",
+        )  # fmt: skip
+
+
+def _for_new_objects(steps: list[Step], model: nn.Module) -> list[Step]:
+    """The steps for the objects that the model has now."""
+    now = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+    def current(target: Target) -> Target:
+        return replace(target, tensor=now[target.name])
+
+    return [
+        replace(step, targets={name: current(target) for name, target in step.targets.items()})
+        if isinstance(step, ComputeStep)
+        else replace(step, target=current(step.target))
+        for step in steps
+    ]
 
 
 def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
@@ -156,19 +272,23 @@ def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> N
 
     Args:
         param: The parameter.
-        loaded_weight: Of the same shape; cast to the parameter's dtype.
+        loaded_weight: Of the same shape; cast to the parameter's dtype, if both are real floating point.
 
     Raises:
-        PlanError: If the shapes differ; the parameter is untouched.
+        PlanError: If shapes or kinds of number differ, or the parameter is on meta; it is untouched.
         LoaderContractError: If either is no tensor.
     """
-    if not isinstance(param, torch.Tensor) or not isinstance(loaded_weight, torch.Tensor):
+    given: tuple[Any, ...] = (param, loaded_weight)
+    if not all(isinstance(value, torch.Tensor) for value in given):
         raise LoaderContractError("default_weight_loader takes a parameter and a tensor")
+    if param.device.type == "meta":
+        raise PlanError("the parameter is on the meta device and has no memory to be filled")
     if param.shape != loaded_weight.shape:
         # A scalar in a file and a parameter of one element are the same thing.
-        if param.numel() == loaded_weight.numel() == 1:
-            loaded_weight = loaded_weight.reshape(param.shape)
-        else:
+        if not param.numel() == loaded_weight.numel() == 1:
             raise PlanError(f"the tensor has shape {list(loaded_weight.shape)}, the parameter {list(param.shape)}")
-    with torch.no_grad():
+        loaded_weight = loaded_weight.reshape(param.shape)
+    if not may_cast(loaded_weight.dtype, param.dtype):
+        raise PlanError(f"{loaded_weight.dtype} values can't become {param.dtype} by a cast")
+    with torch.inference_mode(param.is_inference()), torch.no_grad():
         param.copy_(loaded_weight)

@@ -1,16 +1,15 @@
-"""What every way of loading needs: the model's wants, who is asked about names, memory, progress, the report."""
+"""What every way of loading needs: the model's wants, who is asked about names, progress, the report."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import ModelError
+from weightloaders.loading.initialising import Groundwork, can_initialise
 from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.modules import ModuleMapper
@@ -18,8 +17,7 @@ from weightloaders.mapping.rules import RuleMapper, parse_rules
 from weightloaders.plan import LoadPlan, describe_source, step_infos, step_targets
 from weightloaders.progress import Progress
 from weightloaders.report import LoadReport
-from weightloaders.targets import Targets
-from weightloaders.transfer.memory import materialise
+from weightloaders.targets import Target, Targets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -27,15 +25,44 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weightloaders.loading.context import LoadContext
+    from weightloaders.loading.initialising import Prepared
     from weightloaders.mapping.names import Mapper
     from weightloaders.transfer.engine import ProgressEvent, Transferred
 
 logger = logging.getLogger(__name__)
 
+# A parameter fused of many parts names only some of them in the report; the plan has all.
+_SHOWN = 4
+
 
 def targets_of(model: nn.Module, context: LoadContext) -> Targets:
     """What the model wants filled, in this load."""
-    return Targets(model, dtypes=context.dtypes, declared_ties=hf.tied_names(model))
+    targets = Targets(model, dtypes=context.dtypes, declared_ties=hf.tied_names(model))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in targets.derived and buffer.device.type == "meta" and not can_initialise(model, name):
+            # It belongs into no checkpoint, but nobody can compute it, so the source is asked all the same.
+            targets.by_name[name] = Target(name, buffer, "buffer", False, context.dtypes.get(name, buffer.dtype))
+            targets.canonical[name] = name
+    return targets
+
+
+def groundwork(
+    model: nn.Module, targets: Targets, context: LoadContext, gaps: Iterable[str], tied: Iterable[str]
+) -> Groundwork:
+    """What has to be done to the model first, where the plan tells what the source leaves out."""
+    device = context.device or torch.device("cpu")
+    return Groundwork(model, targets, device, context.dtypes, gaps, tied)
+
+
+def groundwork_for_all(model: nn.Module, targets: Targets, context: LoadContext) -> Groundwork:
+    """The same where nobody can tell beforehand what the source leaves out: all that may be is initialised."""
+    ignored = hf.ignored_patterns(model)[0]
+    gaps = [
+        name for name in targets.by_name
+        if context.policies.missing(name) != "error"
+        or targets.is_derived(name) or (ignored is not None and ignored.search(name))
+    ]  # fmt: skip
+    return Groundwork(model, targets, context.device or torch.device("cpu"), context.dtypes, gaps, certain=False)
 
 
 def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tuple[list[Mapper], list[str], int]:
@@ -64,7 +91,7 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
 
 
 @contextlib.contextmanager
-def show_progress(context: LoadContext) -> Iterator[Callable[[ProgressEvent], object] | None]:
+def show_progress(context: LoadContext) -> Iterator[Callable[[ProgressEvent], object]]:
     """Who is told about progress: the bar or function that was asked for, and the hooks."""
     with Progress(context.progress) as shown:
 
@@ -75,86 +102,38 @@ def show_progress(context: LoadContext) -> Iterator[Callable[[ProgressEvent], ob
         yield tell
 
 
-# ------------------------------------------------------------------ memory
+def warn_of(plan: LoadPlan) -> None:
+    """Log what the plan found and the load goes on in spite of."""
+    for finding in plan.findings:
+        if finding.severity == "warning":
+            logger.warning("%s", finding.message)
+        elif finding.severity == "info":
+            logger.debug("%s", finding.message)
 
 
-def allowed_gaps(model: nn.Module, context: LoadContext) -> list[str]:
-    """Parameters that may be left out. Where nobody can tell beforehand which will be, all are initialised first."""
-    return [name for name in targets_of(model, context).by_name if context.policies.missing(name) != "error"]
-
-
-@dataclass(slots=True)
-class Prepared:
-    """What was done to the model before the first byte moved."""
-
-    initialised: list[str] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-
-
-def prepare_memory(model: nn.Module, context: LoadContext, unfilled: Iterable[str], tied: set[str]) -> Prepared:
-    """Materialise what is on meta, and initialise what the source leaves out, before any byte moves.
-
-    Raises:
-        ModelError: If something on meta would be left without a value; nothing was touched.
-    """
-    device = context.device or torch.device("cpu")
-    if device.type == "meta":
-        raise ModelError("weights can't be loaded onto the meta device", hint="name a real device, e.g. device='cpu'")
-    targets = targets_of(model, context)
-    partners = targets.declared_partners()
-    on_meta = {
-        name: target.tensor
-        for name, target in targets.by_name.items()
-        # A declared tie is made when the model is finalised; until then its meta parameter stays.
-        if target.tensor.device.type == "meta"
-        and not (name in tied and name in partners)
-    }
-    prepared = Prepared()
-    gaps = [name for name in unfilled if name in on_meta]
-    if context.initialise is None:
-        derived = {n: b for n, b in model.named_buffers() if n in targets.derived and b.device.type == "meta"}
-        owners = _owners_to_reset(model, [*gaps, *derived])
-        prepared.replaced = materialise(model, {**on_meta, **derived}, device, context.dtypes)
-        for prefix, module in owners.items():
-            module.reset_parameters()  # type: ignore[operator]
-            prepared.initialised.extend(n for n in gaps if n.rpartition(".")[0] == prefix)
-    else:
-        prepared.replaced = materialise(model, on_meta, device, context.dtypes)
-        context.initialise(model, gaps)
-        prepared.initialised = gaps
-    return prepared
-
-
-def _owners_to_reset(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that can initialise these meta tensors; an error by name where one can't."""
-    owners: dict[str, nn.Module] = {}
-    for name in names:
-        prefix = name.rpartition(".")[0]
-        module = model.get_submodule(prefix)
-        if not callable(getattr(module, "reset_parameters", None)):
-            raise ModelError(
-                f"{name} is on the meta device, the source does not fill it, and {type(module).__name__} has no "
-                "reset_parameters() that could",
-                tensor=name,
-                hint="build the model on a real device, or give the module a reset_parameters() that fills it",
-            )
-        owners[prefix] = module
-    return owners
-
-
-# ------------------------------------------------------------------ reports
+def sources_of(plan: LoadPlan) -> dict[str, str]:
+    """Parameter -> where its bytes come from and by which rules, as text."""
+    sources: dict[str, str] = {}
+    for step in plan.steps:
+        infos = step_infos(step)
+        described = "; ".join(describe_source(info) for info in infos[:_SHOWN])
+        described += f"; and {len(infos) - _SHOWN} more" if len(infos) > _SHOWN else ""
+        described += f" (by {'; '.join(step.rules)})" if step.rules else ""
+        for target in step_targets(step):
+            # A parameter's own loader takes one part at a time.
+            earlier = sources.get(target.name)
+            sources[target.name] = described if earlier is None else f"{earlier}; {described}"
+    return sources
 
 
 def report_of(
     plan: LoadPlan, moved: Transferred, context: LoadContext, prepared: Prepared, seconds: float
 ) -> LoadReport:
-    sources = {}
-    for step in plan.steps:
-        described = "; ".join(describe_source(info) for info in step_infos(step)[:4])
-        for target in step_targets(step):
-            sources[target.name] = described + (f" (by {'; '.join(step.rules)})" if step.rules else "")
+    """The report of a load that a plan describes."""
+    overflown = [f"{name}: the cast to its dtype made new infinities" for name in moved.infinities]
+    for warning in overflown:
+        logger.warning("%s", warning)
     notes = [f.message for f in plan.findings if f.severity == "warning" or f.kind == "note"]
-    notes += [f"{name}: the cast to its dtype made new infinities" for name in moved.infinities]
     return LoadReport(
         loaded=plan.loaded,
         missing=list(plan.missing),
@@ -167,10 +146,10 @@ def report_of(
         renamed=dict(plan.renamed),
         dropped=list(plan.dropped),
         replaced=prepared.replaced,
-        warnings=notes,
+        warnings=[*notes, *overflown],
         decided_by=list(plan.decided_by),
         loader=context.loader,
-        sources=sources,
+        sources=sources_of(plan),
         bytes_read=moved.bytes_read,
         seconds=seconds,
         extra_memory=moved.extra_memory,

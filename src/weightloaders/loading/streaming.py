@@ -6,154 +6,275 @@ failure then leaves a half-loaded model, and it is marked as such.
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import CoverageError, LoadError
-from weightloaders.loading.context import LoadContext, marking
-from weightloaders.loading.preparing import allowed_gaps, mappers_for, prepare_memory, report_of, show_progress, targets_of
-from weightloaders.loading.watching import raise_if_uncovered, watching
+from weightloaders.errors import ConfigError, CoverageError, LoadError, PlanError, WeightLoadersError
+from weightloaders.loading.preparing import (
+    groundwork_for_all,
+    mappers_for,
+    report_of,
+    show_progress,
+    sources_of,
+    targets_of,
+    warn_of,
+)
+from weightloaders.loading.status import Mark, marking
+from weightloaders.loading.watching import is_nested, settle, watching
 from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.names import claim_name
 from weightloaders.placing import GroupState, Placing
-from weightloaders.transfer.engine import Transfer, Transferred
+from weightloaders.plan import LoadPlan, listed
+from weightloaders.transfer.coverage import Coverage
+from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred
 from weightloaders.transfer.verify import check_finite
 from weightloaders.weights.info import TensorInfo
+from weightloaders.weights.reading import memory_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import nn
 
+    from weightloaders.loading.context import LoadContext
     from weightloaders.mapping.names import Claim
     from weightloaders.report import LoadReport
     from weightloaders.weights.weights import Stream
-
-logger = logging.getLogger(__name__)
 
 
 def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadReport:
     """Fill a model from pairs as they come.
 
     Raises:
-        LoadError: If a tensor does not fit.
+        PlanError: If the stream is empty; nothing was touched.
+        LoadError: If a tensor does not fit, or the stream fails.
         CoverageError: If parameters are missing at the end.
     """
-    return _StreamLoad(model, stream, context).run()
+    start = time.perf_counter()
+    if context.verify == "sha256":
+        raise ConfigError("verify='sha256': a stream of tensors does not say which files they come from")
+    hooks.before_load(LoadPlan(decided_by=["a stream of tensors, placed as they come"]))
+    # The first one tells whether these are weights at all, before anything is touched.
+    pairs = iter(stream)
+    first = next(pairs, None)
+    if first is None:
+        raise PlanError("the source holds no tensors; nothing was changed")
+    work = groundwork_for_all(model, targets_of(model, context), context)
+    with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
+        prepared = work.lay()
+        loading = _Loading(model, context, stream.borrowed, mark, progress)
+        watch = Coverage(loading.with_own_loader)
+        with watching(model, watch) if loading.with_own_loader else contextlib.nullcontext():
+            loading.take_all(itertools.chain([first], pairs), watch)
+        loading.finish(work.raw)
+        if loading.with_own_loader:
+            settle(watch, model, context, "the parameters' own weight_loader")
+        if context.verify == "finite":
+            check_finite(loading.placing.targets.by_name[name] for name in loading.moved.written)
+    plan = loading.placing.plan
+    warn_of(plan)
+    report = report_of(plan, loading.moved, context, prepared, time.perf_counter() - start)
+    report.loaded = sorted(loading.moved.written)
+    report.sources = loading.sources
+    report.initialised = [name for name in prepared.initialised if name in plan.missing]
+    if not is_nested(model):
+        hooks.after_load(report)
+    return report
 
 
-class _StreamLoad:
-    def __init__(self, model: nn.Module, stream: Stream, context: LoadContext) -> None:
-        self._model, self._stream, self._context = model, stream, context
-        self._moved = Transferred()
+class _Loading:
+    """One load of a stream: what has been placed so far, and what waits for its group to be complete."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        context: LoadContext,
+        borrowed: bool,
+        mark: Mark,
+        progress: Callable[[ProgressEvent], object],
+    ) -> None:
+        targets = targets_of(model, context)
+        mappers, decided_by, position = mappers_for(model, targets, context)
+        prefix = getattr(model, "base_model_prefix", None) or None
+        mappers.insert(position, suggest.FirstFitMapper(targets.tensors, prefix))
+        self.placing = Placing(targets, context.policies, *hf.ignored_patterns(model))
+        self.placing.plan.decided_by = decided_by
+        self.with_own_loader = {
+            name: tensor for name, tensor in targets.tensors.items() if callable(getattr(tensor, "weight_loader", None))
+        }
+        self.moved = Transferred()
+        self.sources: dict[str, str] = {}
+        self._mappers, self._borrowed, self._mark, self._progress = mappers, borrowed, mark, progress
         self._groups: dict[Any, GroupState] = {}
         self._held = 0
+        # Only names, dtypes and shapes are remembered; the tensors go.
+        self._seen: dict[str, TensorInfo] = {}
+        self._handed: Callable[[str, torch.Tensor], object] | None = None
 
-    def run(self) -> LoadReport:
-        start = time.perf_counter()
-        context = self._context
-        gaps = allowed_gaps(self._model, context)
-        prepared = prepare_memory(self._model, context, gaps, set())
-        targets = targets_of(self._model, context)
-        mappers, decided_by, position = mappers_for(self._model, targets, context)
-        mappers.insert(
-            position,
-            suggest.FirstFitMapper(targets.tensors, getattr(self._model, "base_model_prefix", None) or None),
-        )
-        self._placing = Placing(targets, context.policies, *hf.ignored_patterns(self._model))
-        plan = self._placing.plan
-        plan.decided_by = decided_by
-        called = {name for name, t in targets.by_name.items() if callable(getattr(t.tensor, "weight_loader", None))}
-        with marking(self._model), show_progress(context), watching(self._model, context, only=called) as watch:
-            infos: dict[str, TensorInfo] = {}
-            for name, tensor in self._stream:
-                claim = claim_name(name, mappers, targets.tensors)
-                info = TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=lambda tensor=tensor: tensor)  # type: ignore[misc]
-                self._take(claim, info, tensor)
-                # Only the name is remembered; the tensor goes.
-                infos[name] = TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=_gone)
-                self._moved.bytes_read += tensor.nbytes
-                self._moved.extra_memory = max(self._moved.extra_memory, self._held + tensor.nbytes)
-                del tensor, info
-            for state in self._groups.values():
-                self._placing.place_group(state)
-                self._move()
-            self._placing.finish(infos)
-            self._raise_if_errors()
-        if called:
-            raise_if_uncovered(watch, self._model, context, "the parameters' own weight_loader", only=called)
-        if context.verify == "finite":
-            with marking(self._model):
-                check_finite(targets.by_name[n] for n in plan.loaded)
-        plan.unfilled = [n for n in gaps if n in plan.missing]
-        report = report_of(plan, self._moved, context, prepared, time.perf_counter() - start)
-        report.loaded = sorted(self._moved.written)
-        report.initialised = [n for n in prepared.initialised if n in plan.missing]
-        hooks.after_load(report)
-        return report
+    def take_all(self, pairs: Iterator[tuple[str, torch.Tensor]], watch: Coverage) -> None:
+        """Take every pair.
 
-    def _take(self, claim: Claim, info: TensorInfo, tensor: torch.Tensor) -> None:
-        plan = self._placing.plan
+        Raises:
+            LoadError: If a tensor does not fit, or the stream fails.
+        """
+        self._handed = watch.hand_out
+        for name, tensor in self._guarded(pairs):
+            claim = claim_name(name, self._mappers, self.placing.targets.tensors)
+            if name in self._seen and (claim.group is not None or claim.call_loader):
+                raise self._error(f"the stream has two tensors named {name!r}", name)
+            self._seen[name] = TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=_gone)
+            self.moved.bytes_read += tensor.nbytes
+            self.moved.extra_memory = max(self.moved.extra_memory, self._held + tensor.nbytes)
+            self._take(claim, name, tensor)
+            self._progress(ProgressEvent(self.moved.bytes_read, 0))
+            del tensor
+
+    def _guarded(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The pairs; a failure of whoever yields them says how far it came."""
+        try:
+            yield from pairs
+        except WeightLoadersError as error:
+            raise self._error(error.message, error.tensor, error.hint, error.file) from error
+        except Exception as error:
+            last = next(reversed(self._seen), None)
+            after = f" after {len(self._seen)} tensors, the last of them {last!r}" if last else ""
+            raise self._error(f"the stream of weights failed{after}: {type(error).__name__}: {error}") from error
+
+    def _error(
+        self, message: str, tensor: str | None = None, hint: str | None = None, file: str | None = None
+    ) -> LoadError:
+        return LoadError(message, written=tuple(sorted(self.moved.written)), tensor=tensor, hint=hint, file=file)
+
+    def _take(self, claim: Claim, name: str, tensor: torch.Tensor) -> None:
+        plan = self.placing.plan
         if claim.dropped:
-            plan.dropped.append(info.name)
+            plan.dropped.append(name)
         elif claim.group is not None:
-            # A member waits for the others, so what may be reused by its owner is copied.
-            kept = tensor.clone() if self._stream.borrowed else tensor
-            held = TensorInfo(info.name, info.dtype, info.shape, read=lambda: kept)
-            self._held += tensor.nbytes
-            state = self._groups.setdefault(claim.group.key, GroupState.of(claim.group))
-            state.members[claim.slot].append((claim.index, held))
-            state.rules = claim.rules
-            if not any(claim.group.lists) and all(state.members):
-                self._placing.place_group(self._groups.pop(claim.group.key))
-                self._held -= sum(i.nbytes for slot in state.members for _, i in slot)
+            self._take_part(claim, name, tensor)
         elif claim.call_loader:
-            self._placing.hand_over(info, claim)
+            self.placing.hand_over(_held(name, tensor), claim)
         else:
-            if claim.target != info.name:
-                plan.renamed[info.name] = claim.target
-            self._place(claim, info, tensor)
+            if claim.target != name:
+                plan.renamed[name] = claim.target
+            self._place(claim, name, tensor)
         self._move()
 
-    def _place(self, claim: Claim, info: TensorInfo, tensor: torch.Tensor) -> None:
+    def _take_part(self, claim: Claim, name: str, tensor: torch.Tensor) -> None:
+        """A member of a group waits for the others, so what its owner may reuse is copied."""
+        group: Any = claim.group
+        state = self._groups.setdefault(group.key, GroupState.of(group))
+        state.members[claim.slot].append((claim.index, _held(name, tensor.clone() if self._borrowed else tensor)))
+        state.rules = claim.rules
+        self._held += tensor.nbytes
+        if self._is_complete(state):
+            self.placing.place_group(self._groups.pop(group.key))
+            self._held -= sum(info.nbytes for slot in state.members for _, info in slot)
+
+    def _is_complete(self, state: GroupState) -> bool:
+        """Whether all parts are there. Of lists only the result tells: then it has its target's shape."""
+        if not all(state.members):
+            return False
+        if not any(state.group.lists):
+            return True
+        wanted = [self.placing.targets.by_name.get(name) for name in state.group.targets]
+        count = max(len(slot) for slot in state.members)
+        # Most counts can be told to be too few without trying.
+        if not wanted or any(target is None or count not in target.shape for target in wanted) or state.problem():
+            return False
+        arguments = [[_on_meta(i) for i in a] if isinstance(a, tuple) else _on_meta(a) for a in state.arguments()]
+        try:
+            results = state.group.function(arguments)
+        except Exception:  # noqa: BLE001 -- whatever it is, the end of the stream will tell it properly
+            return False
+        return all(
+            target is not None and name in results and tuple(results[name].shape) == target.shape
+            for name, target in zip(state.group.targets, wanted, strict=True)
+        )
+
+    def _place(self, claim: Claim, name: str, tensor: torch.Tensor) -> None:
         """One tensor for one target; a second one for the same memory must be equal."""
-        targets = self._placing.targets
-        canonical = targets.canonical.get(claim.target)
-        if canonical is not None and canonical in self._placing.filled:
-            target = targets.by_name[claim.target]
-            there = target.tensor.detach()
-            if there.shape == tensor.shape and torch.equal(there, tensor.to(there.dtype).to(there.device)):
-                self._placing.plan.tied[claim.target] = canonical
+        placing = self.placing
+        canonical = placing.targets.canonical.get(claim.target)
+        if canonical in placing.filled and canonical is not None:
+            there = placing.targets.by_name[claim.target].tensor.detach()
+            if there.shape == tensor.shape and _same_bits(there, tensor):
+                placing.plan.tied[claim.target] = canonical
                 return
-        self._placing.place(claim.target, info, claim.rules)
-        if canonical is not None and canonical in self._placing.filled:
-            self._placing.filled[canonical] = (None, info.name)
+        placing.place(claim.target, _held(name, tensor), claim.rules)
+        if canonical in placing.filled and canonical is not None:
+            # The account must not keep the tensor.
+            placing.filled[canonical] = (None, name)
 
     def _move(self) -> None:
         """Carry out what has been placed since the last time, and forget the tensors."""
         self._raise_if_errors()
-        plan = self._placing.plan
-        moved = Transfer(plan.steps, threads=1).run()
+        plan = self.placing.plan
+        if not plan.steps:
+            return
+        self._mark.touched = True
+        try:
+            moved = Transfer(plan.steps, handed=self._handed).run()
+        except LoadError as error:
+            error.written = tuple(sorted({*self.moved.written, *error.written}))
+            raise
+        self.sources.update(sources_of(plan))
         plan.steps.clear()
-        self._moved.written |= moved.written
-        self._moved.infinities.extend(moved.infinities)
+        self.moved.written |= moved.written
+        self.moved.infinities.extend(moved.infinities)
+
+    def finish(self, raw: set[str]) -> None:
+        """The stream has ended: what is incomplete or missing?
+
+        Raises:
+            CoverageError: If something is.
+        """
+        for state in self._groups.values():
+            self.placing.place_group(state)
+            self._move()
+        self.placing.finish(self._seen)
+        self._raise_if_errors()
+        plan = self.placing.plan
+        without_value = [name for name in plan.unfilled if name in raw]
+        if without_value:
+            raise CoverageError(
+                f"the stream does not fill {listed(without_value)}, and the model itself can't initialise it",
+                missing=tuple(without_value), written=tuple(sorted(self.moved.written)), tensor=without_value[0],
+                hint="build the model on a real device, or give the module a reset_parameters() that fills it",
+            )  # fmt: skip
 
     def _raise_if_errors(self) -> None:
-        errors = self._placing.plan.errors
+        errors = self.placing.plan.errors
         if not errors:
             return
         first = errors[0]
-        kind = CoverageError if first.kind in ("missing", "incomplete", "nothing") else LoadError
-        raise kind(
-            f"the stream of weights does not fit the model: {first.message}",
-            written=tuple(sorted(self._moved.written)),
-            tensor=first.tensors[0] if first.tensors else None,
-            hint=first.hint,
-        )
+        message = f"the stream of weights does not fit the model: {first.message}"
+        written, tensor = tuple(sorted(self.moved.written)), first.tensors[0] if first.tensors else None
+        if first.kind in ("missing", "incomplete", "nothing"):
+            raise CoverageError(
+                message, missing=tuple(self.placing.plan.missing), written=written, tensor=tensor, hint=first.hint
+            )
+        raise LoadError(message, written=written, tensor=tensor, hint=first.hint)
+
+
+def _held(name: str, tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=lambda: tensor)
+
+
+def _on_meta(info: TensorInfo) -> torch.Tensor:
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")
 
 
 def _gone() -> torch.Tensor:
     raise LoadError("a tensor of a stream can be read only once")
+
+
+def _same_bits(there: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor, cast and moved to where another lies, is the same; NaN is the same as NaN."""
+    one, other = there.cpu().contiguous(), tensor.detach().to(there.dtype).cpu().contiguous()
+    return memory_of(one) == memory_of(other)

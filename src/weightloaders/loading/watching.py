@@ -6,205 +6,309 @@ import contextlib
 import inspect
 import logging
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from weightloaders import hooks
 from weightloaders.errors import CoverageError, LoadError, WeightLoadersError
-from weightloaders.loading.context import LoadContext, marking, within
-from weightloaders.loading.preparing import allowed_gaps, prepare_memory, report_of, show_progress, targets_of
+from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
+from weightloaders.loading.status import marking
 from weightloaders.mapping import transformers as hf
 from weightloaders.plan import LoadPlan, listed
 from weightloaders.report import LoadReport
-from weightloaders.transfer.coverage import Coverage
+from weightloaders.transfer.coverage import Coverage, Covered
 from weightloaders.transfer.engine import ProgressEvent, Transferred
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.weights import Stream, Weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
     from torch import nn
+
+    from weightloaders.loading.context import LoadContext
 
 logger = logging.getLogger(__name__)
 
+_watches: ContextVar[tuple[tuple[nn.Module, Coverage], ...]] = ContextVar("weightloaders_watches", default=())
+# Models whose own load_weights is running: when it asks for a load, it means the default one.
+_inside: ContextVar[tuple[nn.Module, ...]] = ContextVar("weightloaders_inside_own_load_weights", default=())
 
-# ------------------------------------------------------------------ code that is not ours
+# A model's load_weights of another library takes a place, not weights; its parameter says so.
+_PLACES = {
+    "path", "filepath", "file", "filename", "dir", "directory", "folder", "checkpoint", "ckpt", "name", "url", "uri",
+}  # fmt: skip
+
+
+def active_watches() -> list[Coverage]:
+    """The watches that this code runs under."""
+    return [watch for _, watch in _watches.get()]
+
+
+def is_nested(model: nn.Module) -> bool:
+    """Whether this load is part of another one of the same model."""
+    return any(watched is model for watched, _ in _watches.get())
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, watch: Coverage) -> Iterator[None]:
+    """Watch a model be filled."""
+    token = _watches.set((*_watches.get(), (model, watch)))
+    try:
+        with watch:
+            yield
+    finally:
+        _watches.reset(token)
+
+
+# ------------------------------------------------------------------ a model's own load_weights
 
 
 def own_load_weights(model: nn.Module) -> Callable[[Any], Any] | None:
-    """The model's own ``load_weights(weights)``, if it has one that takes just the weights."""
+    """The model's own ``load_weights(weights)``, if it has one that takes just the weights and isn't running."""
     method = getattr(model, "load_weights", None)
-    if method is None or not callable(method):
+    if not inspect.isroutine(method) or inspect.iscoroutinefunction(method) or any(m is model for m in _inside.get()):
         return None
     try:
-        inspect.signature(method).bind(())
+        signature = inspect.signature(method)
+        signature.bind(())
     except (TypeError, ValueError):
         return None
-    return method  # type: ignore[no-any-return]
+    first = next(iter(signature.parameters.values()))
+    kind = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
+    is_place = not _PLACES.isdisjoint(first.name.lower().split("_")) or kind.rsplit(".", 1)[-1] in ("str", "Path")
+    return None if is_place else method
 
 
 def load_by_model(
     model: nn.Module, own: Callable[[Any], Any], weights: Weights | Stream, context: LoadContext
 ) -> LoadReport:
-    start = time.perf_counter()
-    name = f"{type(model).__name__}.load_weights"
-    infos = weights.infos() if isinstance(weights, Weights) else []
-    # The plan has no steps: what goes where is the model's affair. Hooks still see what is about to happen.
-    plan = LoadPlan(decided_by=[f"the model's own load_weights ({name})"])
+    """Let a model's own ``load_weights`` fill it, and watch.
+
+    Raises:
+        CoverageError: If it left parameters unfilled, or used only a part of a tensor.
+        LoadError: If it failed.
+    """
+    who = f"{type(model).__name__}.load_weights"
+    infos = []
+    plan = LoadPlan(decided_by=[f"the model's own load_weights ({who})"])
     if isinstance(weights, Weights):
         weights.check_open()
+        infos = weights.infos()
         plan.skipped_files = dict(weights.skipped_files)
-    hooks.before_load(plan)
-    sources = list({e.source.name: e.source for i in infos for e in i.extents}.values())
     if context.verify == "sha256":
-        check_sha256(sources)
-    prepared = prepare_memory(model, context, allowed_gaps(model, context), set())
+        check_sha256(infos)
     moved = Transferred()
     total = sum(info.bytes_stored for info in infos)
-    with marking(model), show_progress(context) as progress:
-        pairs = _counted(weights, moved, total, progress)
-        with watching(model, context) as watch:
-            _call_foreign(name, watch, lambda: own(watch.track(pairs)))
-        filled = raise_if_uncovered(watch, model, context, name)
-        if context.verify == "finite":
-            check_finite(targets_of(model, context).by_name[n] for n in filled)
-    plan.unexpected = _unexpected(watch, context, name)
-    report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
-    report.loaded = filled
-    report.missing = [n for n in watch.missing if n not in filled]
-    hooks.after_load(report)
-    return report
+
+    def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> None:
+        token = _inside.set((*_inside.get(), model))
+        try:
+            own(watch.track(_counted(weights, moved, total, progress)))
+        finally:
+            _inside.reset(token)
+
+    return _by_others(model, context, who, plan, moved, call)
 
 
 def _counted(
-    weights: Weights | Stream, moved: Transferred, total: int, progress: Callable[[ProgressEvent], object] | None
+    weights: Weights | Stream, moved: Transferred, total: int, progress: Callable[[ProgressEvent], object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    pairs = weights.items() if isinstance(weights, Weights) else iter(weights)
-    for name, tensor in pairs:
+    is_borrowed = isinstance(weights, Stream) and weights.borrowed
+    for name, tensor in weights.items() if isinstance(weights, Weights) else weights:
         moved.bytes_read += tensor.nbytes
         moved.extra_memory = max(moved.extra_memory, tensor.nbytes)
-        if progress is not None and total:
-            progress(ProgressEvent(min(moved.bytes_read, total), total))
-        # Foreign code may keep what it is given; a borrowed tensor would change under it.
-        yield name, tensor.clone() if isinstance(weights, Stream) and weights.borrowed else tensor
+        progress(ProgressEvent(min(moved.bytes_read, total), total) if total else ProgressEvent(moved.bytes_read, 0))
+        # A model may keep what it is given; a borrowed tensor would change under it.
+        yield name, tensor.clone() if is_borrowed else tensor
+
+
+# ------------------------------------------------------------------ a loader's own load_weights
+
+
+class _Tracked(Weights):
+    """Weights that tell the watch what is taken from them."""
+
+    def __init__(self, weights: Weights, watch: Coverage, moved: Transferred) -> None:
+        # The same catalogue and the same locks.
+        self.__dict__.update(weights.__dict__)
+        self._tracked, self._watch, self._moved = weights, watch, moved
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tracked[name]
+        self._moved.bytes_read += tensor.nbytes
+        self._watch.hand_out(name, tensor)
+        return tensor
+
+    def close(self) -> None:
+        self._tracked.close()
+        self._closed = True
 
 
 def load_by_loader(model: nn.Module, loader: Any, weights: Any, context: LoadContext) -> LoadReport:
-    """A loader that overrides ``load_weights`` does it its own way, and is watched."""
-    start = time.perf_counter()
-    name = f"{type(loader).__name__}.load_weights"
-    prepared = prepare_memory(model, context, allowed_gaps(model, context), set())
-    moved = Transferred()
-    inner: Any = None
-    with marking(model):
-        with watching(model, context) as watch:
-            if isinstance(weights, dict):
-                for key, tensor in weights.items():
-                    if isinstance(tensor, torch.Tensor):
-                        watch.hand_out(str(key), tensor)
-                        moved.bytes_read += tensor.nbytes
-            handed = weights
-            if not isinstance(weights, Mapping) and isinstance(weights, Iterable):
-                handed = watch.track(_counted(Stream(weights, borrowed=bool(loader.borrowed)), moved, 0, None))
-            with within(replace(context, coverage=watch)):
-                inner = _call_foreign(name, watch, lambda: loader.load_weights(model, handed))
-        filled = raise_if_uncovered(watch, model, context, name)
-        if context.verify == "finite":
-            check_finite(targets_of(model, context).by_name[n] for n in filled)
-    if isinstance(inner, LoadReport) and set(inner.loaded) >= set(filled):
-        return inner
-    plan = LoadPlan(decided_by=[f"the loader's own load_weights ({name})"])
-    plan.unexpected = _unexpected(watch, context, name)
+    """Let a loader that overrides ``load_weights`` do it its own way, and watch.
+
+    Raises:
+        CoverageError: If it left parameters unfilled, or used only a part of a tensor.
+        LoadError: If it failed.
+    """
+    who = f"{type(loader).__name__}.load_weights"
+    plan = LoadPlan(decided_by=[f"the loader's own load_weights ({who})"])
     if isinstance(weights, Weights):
         plan.skipped_files = dict(weights.skipped_files)
-        moved.bytes_read = moved.bytes_read or weights.nbytes
+    if context.verify == "sha256":
+        check_sha256(weights.infos() if isinstance(weights, Weights) else ())
+    moved = Transferred()
+
+    def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> object:
+        return loader.load_weights(model, _tracked(weights, watch, moved, progress))
+
+    return _by_others(model, context, who, plan, moved, call)
+
+
+def _tracked(weights: Any, watch: Coverage, moved: Transferred, progress: Callable[[ProgressEvent], object]) -> Any:
+    """What the loader's own ``get_weights`` returned, in the same kind of container."""
+    if type(weights) is Weights:
+        return _Tracked(weights, watch, moved)
+    if isinstance(weights, Iterator):
+        return watch.track(_counted(Stream(weights), moved, 0, progress))
+    pairs: Iterable[Any] = ()
+    if isinstance(weights, dict):
+        pairs = weights.items()
+    elif isinstance(weights, Sequence) and not isinstance(weights, str | bytes):
+        pairs = (pair for pair in weights if isinstance(pair, tuple | list) and len(pair) == 2)
+    for name, tensor in pairs:
+        if isinstance(tensor, torch.Tensor):
+            watch.hand_out(str(name), tensor)
+            moved.bytes_read += tensor.nbytes
+    # It is not known which of them is in use when something fails.
+    watch.last_name = None
+    return weights
+
+
+# ------------------------------------------------------------------ both
+
+
+def _by_others(
+    model: nn.Module,
+    context: LoadContext,
+    who: str,
+    plan: LoadPlan,
+    moved: Transferred,
+    call: Callable[[Coverage, Callable[[ProgressEvent], object]], object],
+) -> LoadReport:
+    """Let code of others fill a model. The plan has no steps, but hooks still see that something is about to happen."""
+    start = time.perf_counter()
+    hooks.before_load(plan)
+    work = groundwork_for_all(model, targets_of(model, context), context)
+    with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
+        prepared = work.lay()
+        watch = Coverage(targets_of(model, context).tensors)
+        try:
+            with watching(model, watch):
+                inner = call(watch, progress)
+        except BaseException as error:
+            touched = tuple(watch.finish(model).touched)
+            mark.touched = mark.touched or bool(touched)
+            if isinstance(error, LoadError):
+                error.written = tuple(dict.fromkeys((*error.written, *touched)))
+            if isinstance(error, WeightLoadersError) or not isinstance(error, Exception):
+                raise
+            at = f" at the tensor {watch.last_name!r}" if watch.last_name else ""
+            raise LoadError(
+                f"{who} failed{at}: {type(error).__name__}: {error}",
+                tensor=watch.last_name,
+                plugin=who,
+                written=touched,
+            ) from error
+        mark.touched = True
+        covered = settle(watch, model, context, who, raw=work.raw)
+        if covered.missing and not covered.touched:
+            # Whatever the policy: nothing at all was loaded.
+            raise _left_out(covered.missing, covered, who)
+        plan.unexpected = _unexpected(covered, context, who)
+        if context.verify == "finite":
+            by_name = targets_of(model, context).by_name
+            check_finite(by_name[name] for name in covered.filled if name in by_name)
+    plan.missing = covered.missing
     report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
-    report.loaded = filled
-    report.missing = [n for n in watch.missing if n not in filled]
-    hooks.after_load(report)
+    report.loaded = covered.filled
+    if isinstance(inner, LoadReport):
+        # It called the default way, which knows more; what it filled besides is added.
+        inner.loaded = list(dict.fromkeys((*inner.loaded, *(n for n in covered.filled if n not in inner.tied))))
+        inner.missing = covered.missing
+        inner.replaced = report.replaced
+        inner.seconds = report.seconds
+        inner.initialised = report.initialised
+        report = inner
+    report.initialised = [name for name in prepared.initialised if name in covered.missing]
+    if not is_nested(model):
+        hooks.after_load(report)
     return report
 
 
-def _call_foreign(name: str, watch: Coverage, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except WeightLoadersError:
-        raise
-    except Exception as error:
-        at = f" at the tensor {watch.last_name!r}" if watch.last_name else ""
-        raise LoadError(
-            f"{name} failed{at}: {type(error).__name__}: {error}", tensor=watch.last_name, plugin=name
-        ) from error
+def settle(watch: Coverage, model: nn.Module, context: LoadContext, who: str, raw: Collection[str] = ()) -> Covered:
+    """What was filled, and what was rightly left out; an error where something was left out or cut to fit.
 
+    Args:
+        watch: The watch, ended.
+        model: The model.
+        context: What was asked for.
+        who: Whose code it was, for messages.
+        raw: Parameters that have no value unless they were filled.
 
-class _Watch(Coverage):
-    """A coverage watch that remembers what it found missing."""
-
-    missing: list[str]
-
-
-@contextlib.contextmanager
-def watching(model: nn.Module, context: LoadContext, only: set[str] | None = None) -> Iterator[_Watch]:
-    targets = targets_of(model, context)
-    if only is not None:
-        targets.by_name = {name: target for name, target in targets.by_name.items() if name in only}
-    watch = _Watch(targets)
-    watch.missing = []
-    with warnings.catch_warnings():
-        # Making views of yielded storages inside a dispatch mode makes torch warn about typed storages.
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        with watch:
-            yield watch
-
-
-def raise_if_uncovered(
-    watch: _Watch, model: nn.Module, context: LoadContext, who: str, only: set[str] | None = None
-) -> list[str]:
-    """What was filled; an error where foreign code left something out, or used only part of a tensor."""
-    filled, missing = watch.finish(model)
+    Raises:
+        CoverageError: If something was left out or cut to fit that may not be.
+    """
+    covered = watch.finish(model)
     targets = targets_of(model, context)
     ignored = hf.ignored_patterns(model)[0]
-    through_ties = {n for n, partners in targets.declared_partners().items() if not partners.isdisjoint(filled)}
-    watch.missing = [
-        n for n in missing
-        if not targets.is_derived(n) and n not in through_ties and not (ignored is not None and ignored.search(n))
+    partners = targets.declared_partners()
+    missing = [name for name in covered.missing if partners.get(name, set()).isdisjoint(covered.filled)]
+    missing = [
+        name for name in missing
+        if name in raw or not (targets.is_derived(name) or (ignored is not None and ignored.search(name)))
     ]  # fmt: skip
-    fatal = [n for n in watch.missing if context.policies.missing(n) == "error"]
-    if fatal or (watch.missing and not filled):
-        names = fatal or watch.missing
-        raise CoverageError(
-            f"{who} left {len(names)} parameters unfilled: {listed(names)}",
-            missing=tuple(names), written=tuple(filled), tensor=names[0], plugin=who,
-            hint="the source has no tensor for them, or the code does not know their names",
-        )  # fmt: skip
-    if watch.missing:
-        logger.warning("%s left %d parameters unfilled: %s", who, len(watch.missing), listed(watch.missing))
-    if watch.cut and not _is_sharded():
-        name, shape = watch.cut[0]
-        raise CoverageError(
-            f"{who} used only a part of {name!r} of shape {list(shape)}: the tensor was cut to fit",
-            written=tuple(filled), tensor=name, plugin=who,
-            hint="the checkpoint is of a larger model, or its vocabulary is padded; compare its config with the model's",
-        )  # fmt: skip
-    return filled
-
-
-def _unexpected(watch: Coverage, context: LoadContext, who: str) -> list[str]:
-    names = [n for n in watch.unused if not _looks_derived(n)]
-    fatal = [n for n in names if context.policies.unexpected(n) == "error"]
+    fatal = [name for name in missing if name in raw or context.policies.missing(name) == "error"]
     if fatal:
-        raise CoverageError(f"{who} did not use {len(fatal)} tensors: {listed(fatal)}", tensor=fatal[0], plugin=who)
-    loud = [n for n in names if context.policies.unexpected(n) == "warning"]
+        raise _left_out(fatal, covered, who)
+    if missing:
+        logger.warning("%s left %d parameters unfilled: %s", who, len(missing), listed(missing))
+    for name, shape in () if _is_sharded() else covered.cut:
+        message = f"{who} used only a part of {name!r} of shape {list(shape)}: the tensor was cut to fit"
+        if context.policies.mismatched(name) == "error":
+            raise CoverageError(
+                message, written=tuple(covered.touched), tensor=name, plugin=who,
+                hint="the checkpoint is of a larger model, or its vocabulary is padded: compare the two configs",
+            )  # fmt: skip
+        logger.warning("%s", message)
+    return Covered(covered.filled, missing, covered.touched, covered.unused, covered.cut)
+
+
+def _left_out(names: Sequence[str], covered: Covered, who: str) -> CoverageError:
+    return CoverageError(
+        f"{who} left {len(names)} parameters unfilled: {listed(names)}",
+        missing=tuple(names), written=tuple(covered.touched), tensor=names[0], plugin=who,
+        hint="the source has no tensor for them, or the code does not know their names"
+        + (f"; it did not use {listed(covered.unused)}" if covered.unused else ""),
+    )  # fmt: skip
+
+
+def _unexpected(covered: Covered, context: LoadContext, who: str) -> list[str]:
+    names = [name for name in covered.unused if name.rsplit(".", 1)[-1] not in ("inv_freq", "position_ids")]
+    fatal = [name for name in names if context.policies.unexpected(name) == "error"]
+    if fatal:
+        raise CoverageError(
+            f"{who} did not use {len(fatal)} tensors: {listed(fatal)}",
+            written=tuple(covered.touched), tensor=fatal[0], plugin=who,
+        )  # fmt: skip
+    loud = [name for name in names if context.policies.unexpected(name) == "warning"]
     if loud:
         logger.warning("%s did not use %d tensors: %s", who, len(loud), listed(loud))
     return names
-
-
-def _looks_derived(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] in ("inv_freq", "position_ids")
 
 
 def _is_sharded() -> bool:

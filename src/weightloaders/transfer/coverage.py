@@ -2,13 +2,14 @@
 
 Three sources are joined: writes that torch dispatches (``copy_`` and all others that change a tensor), regions that our
 own engine filled meanwhile, and storages that were replaced. A parameter that none of them saw is compared with a
-digest from before: changed means that it was written outside torch's sight.
+digest from before: changed means that it was written outside torch's sight (through numpy, on another thread).
+
+A copy of a parameter, as ``model.half()`` makes it, counts as filled as far as the original was.
 """
 
 from __future__ import annotations
 
-import math
-import zlib
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,238 +18,249 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightloaders.transfer.memory import is_dense
-from weightloaders.weights.reading import memory_of
+from weightloaders.transfer.memory import wraps_others
+from weightloaders.transfer.regions import Regions, View, digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
 
-    from weightloaders.targets import Targets
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)  # noqa: SLF001 -- the operation's name
 
 
 @dataclass(slots=True)
-class _Regions:
-    """Which elements of a storage have been touched."""
+class _Memory:
+    """A storage that is watched. Addresses are used again, so it is told from a later one by a weak reference."""
 
-    size: int
-    whole: bool = False
-    intervals: list[tuple[int, int]] = field(default_factory=list)
-    mask: torch.Tensor | None = None
+    reference: StorageWeakRef
+    regions: Regions
+    # Names and views of the tensors in it that were handed to foreign code.
+    handed: list[tuple[str, View]] = field(default_factory=list)
+    # Of a copy of a parameter: what it held when it was made.
+    digest: int | None = None
 
-    def add(self, tensor: torch.Tensor) -> None:
-        if self.whole or tensor.numel() == 0:
-            return
-        start = tensor.storage_offset()
-        if tensor.is_contiguous():
-            self.intervals.append((start, start + tensor.numel()))
-            self._join()
-        else:
-            if self.mask is None:
-                self.mask = torch.zeros(self.size, dtype=torch.bool)
-            self.mask.as_strided(tensor.shape, tensor.stride(), start).fill_(True)
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return cls(reference, Regions(storage.nbytes(), tensor.element_size()))
 
-    def _join(self) -> None:
-        self.intervals.sort()
-        joined: list[tuple[int, int]] = []
-        for start, end in self.intervals:
-            if joined and start <= joined[-1][1]:
-                joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-            else:
-                joined.append((start, end))
-        self.intervals = joined
-        self.whole = joined == [(0, self.size)]
-
-    def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether all elements of a view were touched."""
-        if self.whole or tensor.numel() == 0:
-            return True
-        start, end = tensor.storage_offset(), tensor.storage_offset() + tensor.numel()
-        if tensor.is_contiguous() and any(a <= start and end <= b for a, b in self.intervals):
-            return True
-        if self.mask is None and tensor.is_contiguous():
-            return False
-        mask = torch.zeros(self.size, dtype=torch.bool) if self.mask is None else self.mask
-        for a, b in self.intervals:
-            mask[a:b] = True
-        return bool(mask.as_strided(tensor.shape, tensor.stride(), start).all())
-
-    def touched(self) -> bool:
-        return bool(self.whole or self.intervals or self.mask is not None)
+    @property
+    def alive(self) -> bool:
+        return not self.reference.expired()  # type: ignore[no-untyped-call]
 
 
-@dataclass(slots=True)
-class _Yielded:
-    """A tensor that was handed to foreign code, and how much of it was used."""
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """A parameter as it was: the object, the address of its storage, a digest of its values."""
 
-    name: str
-    shape: tuple[int, ...]
-    storage: StorageWeakRef
-    regions: _Regions
-    view: tuple[tuple[int, ...], tuple[int, ...], int]
+    tensor: torch.Tensor
+    key: int | None
+    digest: object
 
 
-def _storage_size(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().nbytes() // tensor.element_size())
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """What foreign code did.
+
+    Attributes:
+        filled: Names of what was filled.
+        missing: Names of what was not.
+        touched: Names of what was written, in whole or in part.
+        unused: Tensors that were handed out and not used. Empty where it can't be told.
+        cut: Tensors of which only a part was used, with their shapes.
+    """
+
+    filled: list[str]
+    missing: list[str]
+    touched: list[str]
+    unused: list[str]
+    cut: list[tuple[str, tuple[int, ...]]]
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _key_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's storage; None where it has none of its own."""
+    if wraps_others(tensor) or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and tensor.untyped_storage().nbytes() > 0
-    )
+@functools.lru_cache(maxsize=4096)
+def _roles(func: Any) -> tuple[tuple[str, ...], tuple[bool, ...], bool]:
+    """The names of an operation's arguments, which of them it writes, and whether it only makes a view."""
+    arguments = func._schema.arguments  # noqa: SLF001 -- torch has no public word for what an operation writes
+    # Those that change what a tensor looks like, not its values, are no writes.
+    reshapes = torch.Tag.inplace_view in func.tags or func is torch.ops.aten.resize_.default
+    writes = tuple(a.alias_info is not None and a.alias_info.is_write for a in arguments)
+    views = any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)
+    return tuple(a.name for a in arguments), tuple(w and not reshapes for w in writes), views or reshapes
 
 
-class Coverage(TorchDispatchMode):
+class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Used as a context around foreign loading code.
 
     Args:
-        targets: What the model wants filled.
+        tensors: Name -> the parameter or buffer that is to be filled.
+
+    Attributes:
+        last_name: The tensor that was handed out last.
     """
 
-    def __init__(self, targets: Targets) -> None:
-        super().__init__()
-        self._targets = targets
-        self._before: dict[str, tuple[torch.Tensor, int | None]] = {}
-        self._written: dict[tuple[int, torch.dtype], _Regions] = {}
-        self._yielded: dict[int, _Yielded] = {}
-        self._digests: dict[int, int] = {}
-        self.cut: list[tuple[str, tuple[int, ...]]] = []
-        self.unused: list[str] = []
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.last_name: str | None = None
-        self._used: set[str] = set()
-        for name, target in targets.by_name.items():
-            tensor = target.tensor
-            key = _storage_key(tensor) if _has_storage(tensor) else None
-            self._before[name] = (tensor, key)
+        self._before: dict[str, _Before] = {}
+        self._written: dict[int, _Memory] = {}
+        self._written_objects: set[int] = set()
+        self._handed: dict[int, _Memory] = {}
+        self._unused: list[str] = []
+        self._cut: list[tuple[str, tuple[int, ...]]] = []
+        digests: dict[int, object] = {}
+        for name, tensor in tensors.items():
+            key = _key_of(tensor)
             if key is not None:
-                self._written.setdefault((key, tensor.dtype), _Regions(_storage_size(tensor)))
-                if is_dense(tensor) and id(tensor) not in self._digests:
-                    self._digests[id(tensor)] = zlib.crc32(memory_of(tensor))
+                self._written.setdefault(key, _Memory.of(tensor))
+            if id(tensor) not in digests:
+                digests[id(tensor)] = _digest(tensor)
+            self._before[name] = _Before(tensor, key, digests[id(tensor)])
 
     # -- what torch dispatches
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Loading is not compiled, and keeping the compiler away from it means importing it, which takes seconds.
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        arguments = func._schema.arguments  # noqa: SLF001 -- torch has no public word for what an operation writes
-        is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)
-        for position, argument in enumerate(arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if value is None:
+        names, writes, is_view = _roles(func)
+        for position, (name, is_written) in enumerate(zip(names, writes, strict=True)):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if value is None or (is_view and not is_written):
                 continue
-            tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors:
-                    self.wrote(tensor)
-            elif not is_view:
-                for tensor in tensors:
-                    self._use(tensor)
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    (self.wrote if is_written else self._used)(leaf)
+        if func in _COPIES:
+            self._copied(args[0], result)
         return result
 
     def wrote(self, tensor: torch.Tensor) -> None:
         """A tensor, or a view of one, was written."""
-        if _has_storage(tensor):
-            regions = self._written.get((_storage_key(tensor), tensor.dtype))
-            if regions is not None:
-                regions.add(tensor)
+        key = _key_of(tensor)
+        if key is None:
+            self._written_objects.add(id(tensor))
+        elif (memory := self._written.get(key)) is not None and memory.alive:
+            memory.regions.add(View.of(tensor))
 
-    def _use(self, tensor: torch.Tensor) -> None:
-        if not _has_storage(tensor):
+    def _used(self, tensor: torch.Tensor) -> None:
+        key = _key_of(tensor)
+        if key is not None and (memory := self._handed.get(key)) is not None and memory.alive:
+            memory.regions.add(View.of(tensor))
+
+    def _copied(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """A parameter may be exchanged for a copy of itself: another dtype, another device."""
+        key, new_key = _key_of(source), _key_of(result)
+        if key is None or new_key is None or key == new_key:
             return
-        record = self._yielded.get(_storage_key(tensor))
-        if record is not None and not record.storage.expired() and _storage_size(tensor) == record.regions.size:
-            record.regions.add(tensor)
+        original = self._written.get(key)
+        if original is None or not original.alive:
+            return
+        copy = _Memory.of(result)
+        copy.regions = original.regions.copied(View.of(source), View.of(result), result.untyped_storage().nbytes())
+        copy.digest = digest(result)
+        self._written[new_key] = copy
 
     # -- what is handed out
 
     def track(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand pairs on, and remember how much of each tensor is used."""
+        previous: int | None = None
         for name, tensor in pairs:
-            self._settle(expired_only=True)
-            self.last_name = name
+            if previous is not None and previous in self._handed and not self._handed[previous].alive:
+                # Usually the last one is gone by now. What else has gone is settled at the end.
+                self._settle(self._handed.pop(previous))
+            previous = _key_of(tensor)
             self.hand_out(name, tensor)
             yield name, tensor
             del tensor
 
     def hand_out(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor goes to foreign code."""
-        if not _has_storage(tensor):
-            self._used.add(name)
+        self.last_name = name
+        key = _key_of(tensor)
+        if key is None or tensor.numel() == 0:
             return
-        key = _storage_key(tensor)
-        earlier = self._yielded.pop(key, None)
-        if earlier is not None:
-            if not earlier.storage.expired():
-                # Two names share memory; which of them is used can't be told apart.
-                self._used.update((name, earlier.name))
-                return
-            self._judge(earlier)
-        self._yielded[key] = _Yielded(
-            name,
-            tuple(tensor.shape),
-            StorageWeakRef(tensor.untyped_storage()),
-            _Regions(_storage_size(tensor)),
-            (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())),
-        )
+        memory = self._handed.get(key)
+        if memory is not None and not memory.alive:
+            self._settle(memory)
+            memory = None
+        if memory is None:
+            memory = self._handed[key] = _Memory.of(tensor)
+        memory.handed.append((name, View.of(tensor)))
 
-    def _settle(self, *, expired_only: bool) -> None:
-        for key in [k for k, r in self._yielded.items() if not expired_only or r.storage.expired()]:
-            self._judge(self._yielded.pop(key))
-
-    def _judge(self, record: _Yielded) -> None:
-        shape, stride, offset = record.view
-        if math.prod(shape) == 0:
-            return
-        if not record.regions.touched():
-            self.unused.append(record.name)
-            return
-        view = torch.empty(0, device="meta").new_empty(record.regions.size).as_strided(shape, stride, offset)
-        if not record.regions.covers(view):
-            self.cut.append((record.name, record.shape))
+    def _settle(self, memory: _Memory) -> None:
+        for name, view in memory.handed:
+            if memory.regions.covers(view):
+                continue
+            if not memory.regions.touches(view):
+                self._unused.append(name)
+            elif not any(other.meets(view) for n, other in memory.handed if n != name):
+                # Of names that share memory it can't be told which was used.
+                self._cut.append((name, view.shape))
 
     # -- the end
 
-    def finish(self, model: nn.Module) -> tuple[list[str], list[str]]:
-        """Names that were filled, and names that were not."""
-        self._settle(expired_only=False)
-        now: Mapping[str, torch.Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
-        filled, missing = [], []
-        for name, (tensor, key) in self._before.items():
+    def finish(self, model: nn.Module) -> Covered:
+        """What was filled, and how much of what was handed out was used for it."""
+        now: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        now.update(model.named_buffers(remove_duplicate=False))
+        for tensor in now.values():
+            # A parameter that lives on in what was handed out uses it.
+            self._used(tensor)
+        for memory in self._handed.values():
+            self._settle(memory)
+        self._handed.clear()
+        filled: list[str] = []
+        missing: list[str] = []
+        touched: list[str] = []
+        unseen = False
+        for name, before in self._before.items():
             current = now.get(name)
-            (filled if self._is_filled(tensor, key, current) else missing).append(name)
-        return filled, missing
+            state = "filled" if current is None or before.tensor.numel() == 0 else self._state(before, current)
+            (missing if state in ("partly", "untouched") else filled).append(name)
+            if state != "untouched" and before.tensor.numel():
+                touched.append(name)
+            unseen = unseen or state == "unseen"
+        # Where something was written out of our sight, something was used out of our sight.
+        return Covered(filled, missing, touched, [] if unseen else self._unused, self._cut)
 
-    def _is_filled(self, before: torch.Tensor, key: int | None, current: torch.Tensor | None) -> bool:
-        if current is None or before.numel() == 0:
-            return True
+    def _state(self, before: _Before, current: torch.Tensor) -> str:
+        """``filled``, ``partly``, ``unseen`` (filled out of our sight) or ``untouched``."""
         if current.device.type == "meta":
-            return False
-        if not _has_storage(current):
-            return current is not before
-        if key is None or _storage_key(current) != key:
-            return True  # it has other memory than before: somebody put it there
-        regions = self._written.get((key, current.dtype))
-        if regions is not None and regions.covers(current):
-            return True
-        if regions is not None and regions.touched():
-            return False
-        digest = self._digests.get(id(before))
-        return digest is not None and is_dense(current) and zlib.crc32(memory_of(current)) != digest
+            return "untouched"
+        key = _key_of(current)
+        if key is None:
+            if current is not before.tensor or id(current) in self._written_objects:
+                return "filled"
+            return "untouched" if _digest(current) == before.digest else "unseen"
+        memory = self._written.get(key)
+        if memory is None or not memory.alive:
+            return "filled"  # memory that we don't know: somebody put it there
+        view = View.of(current)
+        if memory.regions.covers(view):
+            return "filled"
+        if memory.regions.touches(view):
+            return "partly"
+        earlier = memory.digest if memory.digest is not None else before.digest
+        return "untouched" if _digest(current) == earlier else "unseen"
+
+
+def _digest(tensor: torch.Tensor) -> object:
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    if _key_of(tensor) is not None:
+        return digest(tensor)
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor._version  # noqa: SLF001 -- all that can be asked of a class that we know nothing of
+    return tuple(_digest(getattr(tensor, name)) for name in flatten()[0])

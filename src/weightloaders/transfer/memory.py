@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +17,24 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Parameter memory is advised huge from this size on: first touch then costs a fault every 2 MiB instead of every 4 KiB.
-_HUGE_PAGE = 2 << 20
+_ADVISED_FROM = 4 << 20
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is strided and of torch's own classes, so that its memory is what it seems to be."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+
+
+def wraps_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that only looks like one tensor, and holds others."""
+    disabled = torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 -- no public word for it
+    return type(tensor).__torch_dispatch__ is not disabled
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether bytes may be written straight into the tensor's memory."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
+        is_plain(tensor)
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
         and not tensor.is_conj()
@@ -33,24 +46,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised memory of its own storage; on a CPU, large pieces are advised huge before the first touch."""
     size = torch.Size(shape).numel()
-    if device.type != "cpu" or size * dtype.itemsize < 2 * _HUGE_PAGE:
-        return torch.empty(shape, dtype=dtype, device=device)
-    mapping = _private_mapping(size * dtype.itemsize)
-    if mapping is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mapping, dtype=dtype, count=size).view(shape)
+    if device.type == "cpu" and size * dtype.itemsize >= _ADVISED_FROM:
+        mapping = _private_mapping(size * dtype.itemsize)
+        if mapping is not None:
+            return torch.frombuffer(mapping, dtype=dtype, count=size).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _private_mapping(nbytes: int) -> Any:
     """Anonymous private memory advised huge; None where the system has no such thing."""
-    import mmap
-
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not hasattr(mmap, "MAP_PRIVATE"):
+    if sys.platform != "linux":
         return None
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return None
     return mapping
 
@@ -61,7 +71,7 @@ def materialise(
     device: torch.device,
     dtypes: Mapping[str, torch.dtype],
 ) -> list[str]:
-    """Give meta parameters and buffers real, uninitialised memory. Tied ones stay tied.
+    """Give meta parameters and buffers real, uninitialised memory. Tied ones stay tied, views of one memory stay that.
 
     Args:
         model: The model.
@@ -75,37 +85,73 @@ def materialise(
     Raises:
         ModelError: If a tensor is of a kind that can't be made from nothing.
     """
+    distinct = {id(tensor): tensor for tensor in tensors.values()}
+    sharers = Counter(_storage_of(tensor) for tensor in distinct.values() if not wraps_others(tensor))
+    shared: dict[object, torch.Tensor] = {}
+    replacements: dict[int, torch.Tensor] = {}
     replaced: list[str] = []
-    made: dict[int, torch.Tensor] = {}
-    swapped: set[int] = set()
     for name, old in tensors.items():
-        if id(old) in swapped or old.device.type != "meta":
-            continue
-        new = made.get(id(old))
-        if new is None:
-            new = made[id(old)] = _real_twin(name, old, device, dtypes.get(name, old.dtype))
-            if _swap(old, new):
-                swapped.add(id(old))
-                continue
-        _replace(model, name, new)
-        replaced.append(name)
+        if id(old) not in replacements and old.device.type == "meta":
+            dtype = dtypes.get(name, old.dtype)
+            # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
+            with torch.inference_mode(old.is_inference()):
+                if wraps_others(old):
+                    new = _wrapper_twin(name, old, device, dtype)
+                else:
+                    new = _twin(name, old, device, dtype, sharers, shared)
+                new.__dict__.update(old.__dict__)
+                if _swap(old, new):
+                    continue
+            replacements[id(old)] = new
+        if id(old) in replacements:
+            _replace(model, name, replacements[id(old)])
+            replaced.append(name)
     return replaced
 
 
-def _real_twin(name: str, old: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _storage_of(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 -- meta storages have no address
+
+
+def _twin(
+    name: str,
+    old: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    sharers: Counter[object],
+    shared: dict[object, torch.Tensor],
+) -> torch.Tensor:
+    """A tensor like a meta tensor (its class, strides, and the memory it shares), with real memory."""
     if old.layout is not torch.strided:
-        raise ModelError(
-            f"{name} is a {old.layout} tensor on the meta device, which can't be materialised", tensor=name
-        )
-    new: torch.Tensor = empty(tuple(old.shape), dtype, device)
+        raise ModelError(f"{name} is a {old.layout} tensor on the meta device, and can't be given memory", tensor=name)
+    if dtype == old.dtype and sharers[_storage_of(old)] > 1:
+        count = old.untyped_storage().nbytes() // old.element_size()
+        memory = shared.setdefault(_storage_of(old), empty((count,), dtype, device))
+        strides, offset = old.stride(), int(old.storage_offset())
+    else:
+        memory = empty((old.numel(),), dtype, device)
+        # As torch itself would lay it out: dense ones keep their strides (channels last, transposed), others don't.
+        strides, offset = torch.empty_like(old).stride(), 0
+    # `set_` rather than a view, so that it is a tensor in its own right.
+    new = torch.empty(0, dtype=dtype, device=device).set_(memory.untyped_storage(), offset, old.shape, strides)
+    if type(old) is torch.nn.Parameter:
+        return torch.nn.Parameter(new, requires_grad=old.requires_grad)
     if isinstance(old, torch.nn.Parameter):
-        if type(old) is not torch.nn.Parameter:
-            # A subclass may need arguments that only its maker knows; its own class and attributes are taken over.
-            twin = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001 -- how Parameter is made
-            twin.__dict__.update(old.__dict__)
-            return twin
-        new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
+        # A subclass may need arguments that only its maker knows; its class and attributes are taken over instead.
+        return torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001 -- how Parameter is made
+    return new if type(old) is torch.Tensor else new.as_subclass(type(old))
+
+
+def _wrapper_twin(name: str, old: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The same for a class that holds other tensors: only it knows how to make one of its kind."""
+    try:
+        new = torch.empty_like(old, dtype=dtype, device=device)
+        if isinstance(old, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+    except Exception as error:
+        raise ModelError(
+            f"{name} is a {type(old).__name__} on the meta device, which can't be given memory: {error}", tensor=name
+        ) from error
     return new
 
 
@@ -113,11 +159,17 @@ def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Exchange what two tensor objects are, so that every reference to the old one now sees the new."""
     if type(old) is not type(new):
         return False
+    hooks, after_hooks = old._backward_hooks, old._post_accumulate_grad_hooks  # noqa: SLF001 -- torch's own `swap` loses them
     try:
-        torch.utils.swap_tensors(old, new)
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except RuntimeError:
         # Weak references (an optimizer, a hook) make a swap impossible.
         return False
+    if hooks:
+        old._backward_hooks = None  # noqa: SLF001 -- as above
+        old._backward_hooks = hooks  # noqa: SLF001 -- as above
+    if after_hooks:
+        old._post_accumulate_grad_hooks = after_hooks  # noqa: SLF001 -- as above
     return True
 
 

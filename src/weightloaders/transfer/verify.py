@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightloaders.errors import LoadError, SourceReadError
+from weightloaders.errors import ConfigError, LoadError, SourceReadError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from weightloaders.targets import Target
-    from weightloaders.weights.source import ByteSource
+    from weightloaders.weights.info import TensorInfo
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 24
@@ -42,8 +42,8 @@ def check_finite(targets: Iterable[Target]) -> None:
         )
 
 
-def check_sha256(sources: Iterable[ByteSource]) -> dict[str, str]:
-    """Hold each file against the sha256 that is known for it.
+def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
+    """Hold each file that tensors come from against the sha256 that is known for it.
 
     Known are: the blob's name in the hub's cache, ``<file>.sha256`` beside the file, and ``SHA256SUMS`` in its folder.
 
@@ -51,10 +51,20 @@ def check_sha256(sources: Iterable[ByteSource]) -> dict[str, str]:
         File -> its sha256.
 
     Raises:
+        ConfigError: If it isn't known which file a tensor comes from, so that nothing could be checked.
         SourceReadError: If a file has another sha256, or none is known for it. Nothing was touched.
     """
+    infos = list(infos)
+    from_nowhere = next((info.name for info in infos if info.numel and not info.extents), None)
+    if from_nowhere is not None or not infos:
+        raise ConfigError(
+            "verify='sha256': this loader does not say in which files its tensors lie, so there is nothing to check",
+            tensor=from_nowhere,
+            hint="load without verify, or check the files before",
+        )
+    sources = {extent.source.name: extent.source for info in infos for extent in info.extents}
     found = {}
-    for source in sources:
+    for source in sources.values():
         expected = expected_sha256(Path(source.name))
         if expected is None:
             raise SourceReadError(

@@ -1,0 +1,196 @@
+"""Before any byte moves: memory for what is on meta, and first values for what the source leaves out.
+
+The values are those that the model itself would start with: transformers' ``initialize_weights``, or a module's
+``reset_parameters``. Nothing is ever left as raw memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightloaders.errors import ModelError
+from weightloaders.mapping import transformers as hf
+from weightloaders.transfer.coverage import Coverage
+from weightloaders.transfer.memory import materialise
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import nn
+
+    from weightloaders.targets import Targets
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What was done to the model before the first byte moved.
+
+    Attributes:
+        initialised: Parameters that were given their first values.
+        replaced: Parameters that are new objects.
+    """
+
+    initialised: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+
+def can_initialise(model: nn.Module, name: str) -> bool:
+    """Whether the model itself can give a parameter or buffer its first value."""
+    return _is_transformers(model) or callable(getattr(_owner(model, name), "reset_parameters", None))
+
+
+class Groundwork:
+    """What has to be done to a model before the first byte moves. Making one touches nothing; `lay` does it.
+
+    Args:
+        model: The model.
+        targets: What it wants filled.
+        device: Where what is on meta goes.
+        dtypes: The dtype of parameters where it differs from the meta parameter's.
+        gaps: Parameters that the source leaves out.
+        tied: Parameters whose value comes with another's.
+        certain: Whether the gaps are known. Else they are what may turn out to be left out.
+
+    Attributes:
+        raw: Possible gaps that nobody can initialise: whoever loads has to see to it that they are filled.
+
+    Raises:
+        ModelError: If something on meta would be left without a value.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        targets: Targets,
+        device: torch.device,
+        dtypes: Mapping[str, torch.dtype],
+        gaps: Iterable[str],
+        tied: Iterable[str] = (),
+        *,
+        certain: bool = True,
+    ) -> None:
+        if device.type == "meta":
+            raise ModelError(
+                "weights can't be loaded onto the meta device", hint="name a real device, e.g. device='cpu'"
+            )
+        self._model, self._targets, self._device, self._dtypes = model, targets, device, dtypes
+        # A declared tie is made when the model is finalised; until then its meta parameter stays.
+        later = set(tied) & targets.declared_partners().keys()
+        self._on_meta = {
+            name: target.tensor
+            for name, target in targets.by_name.items()
+            if target.tensor.device.type == "meta" and name not in later
+        }
+        gaps = [name for name in gaps if name in self._on_meta]
+        self._computed = {
+            name: buffer
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if name in targets.derived and name not in self._on_meta and buffer.device.type == "meta"
+        }
+        self.raw = {name for name in gaps if not can_initialise(model, name)}
+        helpless = [*(self.raw if certain else ()), *(n for n in self._computed if not can_initialise(model, n))]
+        if helpless:
+            raise _without_value(model, helpless[0])
+        self._gaps = [name for name in gaps if name not in self.raw]
+
+    @property
+    def needed(self) -> bool:
+        """Whether anything has to be done."""
+        return bool(self._on_meta or self._computed)
+
+    def lay(self) -> Prepared:
+        """Do it.
+
+        Raises:
+            ModelError: If a module does not initialise what only it could.
+        """
+        if not self.needed:
+            return Prepared()
+        lacking = {**{name: self._on_meta[name] for name in self._gaps}, **self._computed}
+        with _kept(self._model, {id(t) for t in (*self._on_meta.values(), *self._computed.values())}, lacking):
+            replaced = materialise(self._model, {**self._on_meta, **self._computed}, self._device, self._dtypes)
+            if lacking:
+                self._initialise(lacking)
+        return Prepared(list(self._gaps), replaced)
+
+    def _initialise(self, names: Mapping[str, Any]) -> None:
+        now = _named(self._model)
+        with Coverage({name: now[name] for name in names}) as watch:
+            if _is_transformers(self._model):
+                _initialise_transformers(self._model, set(names))
+            else:
+                for prefix in dict.fromkeys(name.rpartition(".")[0] for name in names):
+                    _reset(self._model.get_submodule(prefix), prefix)
+        left = watch.finish(self._model).missing
+        if left:
+            raise _without_value(self._model, left[0])
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _without_value(model: nn.Module, name: str) -> ModelError:
+    owner = type(_owner(model, name)).__name__
+    how = "has no reset_parameters() that could" if not can_initialise(model, name) else "does not initialise it"
+    return ModelError(
+        f"{name} is on the meta device, the source does not fill it, and {owner} {how}",
+        tensor=name,
+        hint="build the model on a real device, or give the module a reset_parameters() that fills it",
+    )
+
+
+def _reset(module: nn.Module, name: str) -> None:
+    try:
+        module.reset_parameters()  # type: ignore[operator]
+    except Exception as error:
+        who = f"{type(module).__name__}.reset_parameters()" + (f" of {name}" if name else "")
+        raise ModelError(f"{who} failed: {type(error).__name__}: {error}") from error
+
+
+def _is_transformers(model: Any) -> bool:
+    return hf.is_transformers_model(model) and callable(getattr(model, "initialize_weights", None))
+
+
+def _initialise_transformers(model: Any, names: set[str]) -> None:
+    """Give these their first values as transformers does: it leaves alone what carries its mark."""
+    for module in model.modules():
+        module._is_hf_initialized = False  # noqa: SLF001 -- transformers' own mark; a model built on meta carries it
+    for name, tensor in _named(model).items():
+        tensor._is_hf_initialized = name not in names  # type: ignore[attr-defined]  # noqa: SLF001 -- as above
+    try:
+        model.initialize_weights()
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__}.initialize_weights() failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _kept(model: nn.Module, on_meta: set[int], lacking: Iterable[str]) -> Iterator[None]:
+    """``reset_parameters`` initialises all that a module has; what has a value already keeps it."""
+    owners = {} if _is_transformers(model) else {id(m): m for m in (_owner(model, name) for name in lacking)}
+    real = {
+        id(tensor): tensor
+        for owner in owners.values()
+        for tensor in (*owner.parameters(), *owner.buffers())
+        if id(tensor) not in on_meta
+    }
+    values = {key: tensor.detach().clone() for key, tensor in real.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for key, tensor in real.items():
+                tensor.copy_(values[key])

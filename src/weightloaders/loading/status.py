@@ -1,0 +1,71 @@
+"""What is remembered of a model's last load: a model that a failed load left half-loaded is not used or saved."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weightloaders.errors import HalfLoadedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping
+
+    from torch import nn
+
+# By identity, and held weakly: a mark must neither keep a model alive nor depend on how it compares.
+_failed: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()  # with the reason
+_loaded: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+
+
+@dataclass(slots=True)
+class Mark:
+    """Whether a load has touched its model yet."""
+
+    touched: bool
+
+
+@contextlib.contextmanager
+def marking(model: nn.Module, *, touched: bool = True) -> Iterator[Mark]:
+    """A failure after the model was touched leaves a mark on it and its parts; success takes it away.
+
+    Args:
+        model: The model.
+        touched: Whether the first thing done is to touch it; else whoever loads says so when it happens.
+    """
+    mark = Mark(touched)
+    try:
+        yield mark
+    except BaseException as error:
+        if mark.touched:
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            for module in model.modules():
+                _failed[module] = why
+            _loaded.pop(model, None)
+        raise
+    for module in model.modules():
+        _failed.pop(module, None)
+    _loaded[model] = True
+
+
+def _reason(model: nn.Module) -> str | None:
+    # A wrapper is as usable as what it wraps.
+    return next((_failed[module] for module in model.modules() if module in _failed), None)
+
+
+def load_status(model: nn.Module) -> Literal["loaded", "failed"] | None:
+    """How the last load into a model went: ``"loaded"``, ``"failed"`` (it is half-loaded), or None (there was none)."""
+    if _reason(model) is not None:
+        return "failed"
+    return "loaded" if model in _loaded else None
+
+
+def check_usable(model: nn.Module) -> None:
+    """Raise `HalfLoadedModelError` if the last load into a model, or into a part of it, failed on the way."""
+    reason = _reason(model)
+    if reason is not None:
+        raise HalfLoadedModelError(
+            f"this model is half-loaded: {reason}", hint="load it again, completely, before it is used or saved"
+        )
