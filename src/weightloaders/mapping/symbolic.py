@@ -13,8 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# A transpose has a run an element. Up to here the runs are cheaper than a computation, beyond they are not.
+# A transpose has a run an element. Beyond this many, runs cost more than the computation that they would save.
 MAX_RUNS = 1 << 16
 
 
@@ -30,8 +29,7 @@ class Untraceable(Exception):  # noqa: N818 -- a signal between our own parts, n
     """The code does something that is not a rearrangement; the message is the operation's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """``length`` elements from ``start`` on, in the row-major order of source number ``source``."""
 
     source: int
@@ -40,17 +38,31 @@ class Run:
 
 
 class SymbolicTensor(torch.Tensor):
-    """A tensor without values that knows where its elements would come from."""
+    """A tensor without values that knows where its elements would come from.
+
+    Attributes:
+        runs: Where they come from, in row-major order; neighbours are joined.
+    """
 
     runs: tuple[Run, ...]
+    _starts: list[int] | None
+
+    # Torch code goes straight to `__torch_dispatch__`, below.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 -- how torch's own subclasses say so
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, runs: Iterable[Run]) -> SymbolicTensor:
+        """Make a symbol.
+
+        Raises:
+            Untraceable: If there are more than `MAX_RUNS` runs.
+        """
         # Strides are always claimed to be row-major, so `reshape` and `contiguous` never copy.
-        symbol: SymbolicTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001
-            cls, tuple(shape), dtype=dtype, device="meta"
+        symbol: SymbolicTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 -- the only way to make one
+            cls, tuple(shape), dtype=dtype, device=torch.device("meta")
         )
         symbol.runs = _joined(runs)
+        symbol._starts = None
         return symbol
 
     @classmethod
@@ -58,11 +70,31 @@ class SymbolicTensor(torch.Tensor):
         """The symbol for a whole source tensor."""
         return cls(shape, dtype, (Run(source, 0, math.prod(shape)),))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    @property
+    def starts(self) -> list[int]:
+        """Where each run begins in the symbol's own order, and where the last one ends."""
+        if self._starts is None:
+            self._starts = list(itertools.accumulate((run.length for run in self.runs), initial=0))
+        return self._starts
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch declares no types
         return f"SymbolicTensor(shape={list(self.shape)}, dtype={self.dtype}, runs={len(self.runs)})"
 
+    # These would get at memory without asking torch's dispatcher.
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused."""
+        raise Untraceable("numpy")
+
+    def tolist(self) -> NoReturn:
+        """Refused."""
+        raise Untraceable("tolist")
+
+    def data_ptr(self) -> NoReturn:
+        """Refused."""
+        raise Untraceable("data_ptr")
+
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a plain function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _OPERATIONS.get(func)
@@ -83,86 +115,98 @@ def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
         else:
             result.append(run)
             if len(result) > MAX_RUNS:
-                raise Untraceable("more than a bounded number of runs")
+                raise _too_many_runs()
     return tuple(result)
 
 
-def _taken(symbol: SymbolicTensor, ranges: Iterable[tuple[int, int]]) -> Iterator[Run]:
-    """The runs of some ranges (start, length) of a symbol's element order, one range behind the other."""
-    starts = list(itertools.accumulate((run.length for run in symbol.runs), initial=0))
+def _too_many_runs() -> Untraceable:
+    return Untraceable(f"more than {MAX_RUNS} separate pieces")
+
+
+def _cut(symbol: SymbolicTensor, ranges: Iterable[tuple[int, int]]) -> Iterator[list[Run]]:
+    """For each range (start, length) of a symbol's element order its runs."""
+    starts = symbol.starts
     for start, length in ranges:
         end = start + length
         at = bisect.bisect_right(starts, start) - 1
+        runs = []
         while start < end:
             run, offset = symbol.runs[at], start - starts[at]
             count = min(run.length - offset, end - start)
-            yield Run(run.source, run.start + offset, count)
+            runs.append(Run(run.source, run.start + offset, count))
             start += count
             at += 1
+        yield runs
 
 
-def _shape_by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch says about the result: the same operation on plain meta tensors."""
+def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch says about the result, or about a mistake: the same operation on plain meta tensors."""
     plain = pytree.tree_map_only(
         SymbolicTensor, lambda s: torch.empty(s.shape, dtype=s.dtype, device="meta"), (args, kwargs)
     )
     return func(*plain[0], **plain[1])
 
 
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
 def _same_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    """Views that leave the row-major order of elements alone."""
+    """What leaves the row-major order of elements, and their values, alone."""
     symbol: SymbolicTensor = args[0]
-    result = _shape_by_meta(func, args, kwargs)
-    if result.dtype != symbol.dtype:
-        raise Untraceable(f"{func} to {result.dtype}")
-    return SymbolicTensor(result.shape, symbol.dtype, symbol.runs)
+    return SymbolicTensor(_by_meta(func, args, kwargs).shape, symbol.dtype, symbol.runs)
 
 
-def _ranges_of(shape: Sequence[int], dim: int, positions: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Element ranges of slices (start, size) along a dimension, in the order of the result."""
-    outer, size, inner = math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
-    pieces = [(start * inner, count * inner) for start, count in positions]
-    if outer * len(pieces) > MAX_RUNS:
-        raise Untraceable("more than a bounded number of runs")
-    for block in range(outer):
-        for start, count in pieces:
-            yield block * size * inner + start, count
+def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    """A move to another device or memory format changes nothing here; a cast would change values."""
+    symbol: SymbolicTensor = args[0]
+    if kwargs.get("dtype") not in (None, symbol.dtype):
+        raise Untraceable(f"{func} to {kwargs['dtype']}")
+    return SymbolicTensor(symbol.shape, symbol.dtype, symbol.runs)
 
 
-def _part(symbol: SymbolicTensor, dim: int, positions: list[tuple[int, int]], shape: Sequence[int]) -> SymbolicTensor:
-    return SymbolicTensor(shape, symbol.dtype, _taken(symbol, _ranges_of(symbol.shape, dim, positions)))
+def _part(symbol: SymbolicTensor, dim: int, chosen: range, shape: Sequence[int]) -> SymbolicTensor:
+    """What lies at some positions along one dimension."""
+    if chosen == range(symbol.shape[dim]):
+        return SymbolicTensor(shape, symbol.dtype, symbol.runs)
+    outer, size, inner = math.prod(symbol.shape[:dim]), symbol.shape[dim], math.prod(symbol.shape[dim + 1 :])
+    slabs = [(chosen.start, len(chosen))] if chosen.step == 1 else [(at, 1) for at in chosen]
+    if not math.prod(shape):
+        return SymbolicTensor(shape, symbol.dtype, ())
+    if outer * len(slabs) > MAX_RUNS:
+        raise _too_many_runs()
+    ranges = (((i * size + start) * inner, count * inner) for i in range(outer) for start, count in slabs)
+    return SymbolicTensor(shape, symbol.dtype, itertools.chain.from_iterable(_cut(symbol, ranges)))
 
 
 def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbol: SymbolicTensor = args[0]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % symbol.dim()
-    start = args[2] if len(args) > 2 else kwargs.get("start")
-    end = args[3] if len(args) > 3 else kwargs.get("end")
-    step = args[4] if len(args) > 4 else kwargs.get("step", 1)
-    chosen = range(symbol.shape[dim])[slice(start, end, step)]
-    positions = [(chosen.start, len(chosen))] if step == 1 else [(at, 1) for at in chosen]
-    return _part(symbol, dim, positions, _shape_by_meta(func, args, kwargs).shape)
+    result = _by_meta(func, args, kwargs)
+    dim = _argument(args, kwargs, 1, "dim", 0) % symbol.dim()
+    limits = [_argument(args, kwargs, at, name, None) for at, name in ((2, "start"), (3, "end"), (4, "step"))]
+    return _part(symbol, dim, range(symbol.shape[dim])[slice(*limits)], result.shape)
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    symbol, dim, index = args
-    result = _shape_by_meta(func, args, kwargs)  # also checks the index
-    dim %= symbol.dim()
-    return _part(symbol, dim, [(index % symbol.shape[dim], 1)], result.shape)
+    symbol: SymbolicTensor = args[0]
+    result = _by_meta(func, args, kwargs)
+    dim = args[1] % symbol.dim()
+    at = args[2] % symbol.shape[dim]
+    return _part(symbol, dim, range(at, at + 1), result.shape)
 
 
 def _parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SymbolicTensor]:
     """split, split_with_sizes, unbind: several slices along one dimension."""
     symbol: SymbolicTensor = args[0]
-    results = _shape_by_meta(func, args, kwargs)
-    position = 1 if func is torch.ops.aten.unbind.int else 2
-    dim = (args[position] if len(args) > position else kwargs.get("dim", 0)) % symbol.dim()
-    parts, at = [], 0
-    for result in results:
-        size = 1 if func is torch.ops.aten.unbind.int else result.shape[dim]
-        parts.append(_part(symbol, dim, [(at, size)], result.shape))
-        at += size
-    return parts
+    results = _by_meta(func, args, kwargs)
+    unbinds = func is torch.ops.aten.unbind.int
+    dim = _argument(args, kwargs, 1 if unbinds else 2, "dim", 0) % symbol.dim()
+    sizes = [1 if unbinds else result.shape[dim] for result in results]
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        _part(symbol, dim, range(start, start + size), result.shape)
+        for start, size, result in zip(starts, sizes, results, strict=False)
+    ]
 
 
 def _symbols(func: Any, tensors: Sequence[torch.Tensor]) -> list[SymbolicTensor]:
@@ -174,65 +218,82 @@ def _symbols(func: Any, tensors: Sequence[torch.Tensor]) -> list[SymbolicTensor]
     return symbols
 
 
+def _side_by_side(
+    symbols: Sequence[SymbolicTensor], outer: int, shape: Sequence[int], dtype: torch.dtype
+) -> SymbolicTensor:
+    """For each index of the outer dimensions what each symbol has there, one behind the other."""
+    if not math.prod(shape):
+        return SymbolicTensor(shape, dtype, ())
+    if outer * len(symbols) > MAX_RUNS:
+        raise _too_many_runs()
+    in_turn = itertools.chain.from_iterable(zip(*(_blocks(symbol, outer) for symbol in symbols), strict=True))
+    return SymbolicTensor(shape, dtype, itertools.chain.from_iterable(in_turn))
+
+
+def _blocks(symbol: SymbolicTensor, count: int) -> Iterator[list[Run]]:
+    size = symbol.numel() // count
+    return _cut(symbol, ((i * size, size) for i in range(count)))
+
+
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    tensors = _symbols(func, args[0])
-    result = _shape_by_meta(func, args, kwargs)
-    # torch lets one-dimensional empty tensors pass among others; they add nothing.
-    tensors = [t for t in tensors if t.numel() or t.dim() == result.dim()]
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % result.dim()
-    outer = math.prod(result.shape[:dim])
-    if outer * len(tensors) > MAX_RUNS:
-        raise Untraceable("more than a bounded number of runs")
-    blocks = [(t, t.numel() // outer if outer else 0) for t in tensors]
-    runs = (run for i in range(outer) for t, n in blocks for run in _taken(t, [(i * n, n)]))
-    return SymbolicTensor(result.shape, result.dtype, runs)
+    symbols = _symbols(func, args[0])
+    result = _by_meta(func, args, kwargs)
+    dim = _argument(args, kwargs, 1, "dim", 0) % result.dim()
+    # torch lets empty vectors pass among tensors of any shape; they add nothing.
+    symbols = [s for s in symbols if s.numel()]
+    return _side_by_side(symbols, math.prod(result.shape[:dim]), result.shape, result.dtype)
 
 
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    tensors = _symbols(func, args[0])
-    result = _shape_by_meta(func, args, kwargs)
-    dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % result.dim()
-    joined = _cat(torch.ops.aten.cat.default, ([t.unsqueeze(dim) for t in tensors], dim), {})
-    return SymbolicTensor(result.shape, result.dtype, joined.runs)
+    symbols = _symbols(func, args[0])
+    # Where all have one shape, which is nearly always, torch need not be shown every one of hundreds of experts.
+    shown = symbols if len({s.shape for s in symbols}) > 1 else symbols[:1]
+    result = _by_meta(func, (shown, *args[1:]), kwargs)
+    dim = _argument(args, kwargs, 1, "dim", 0) % result.dim()
+    shape = [*result.shape[:dim], len(symbols), *result.shape[dim + 1 :]]
+    return _side_by_side(symbols, math.prod(shape[:dim]), shape, result.dtype)
 
 
 def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbol: SymbolicTensor = args[0]
-    result = _shape_by_meta(func, args, kwargs)
+    result = _by_meta(func, args, kwargs)
     rank = symbol.dim()
     if func is torch.ops.aten.permute.default:
         order = [dim % rank for dim in args[1]]
     else:
-        first, second = (0, min(1, rank - 1)) if func is torch.ops.aten.t.default else (args[1] % rank, args[2] % rank)
         order = list(range(rank))
-        order[first], order[second] = order[second], order[first]
-    # The innermost dimensions that keep their place move as blocks.
-    kept = rank
-    while kept > 0 and order[kept - 1] == kept - 1:
-        kept -= 1
-    block = math.prod(symbol.shape[kept:])
-    strides = [math.prod(symbol.shape[dim + 1 :]) for dim in range(rank)]
-    if symbol.numel() and symbol.numel() // block > MAX_RUNS and any(symbol.shape[d] != 1 for d in range(kept)):
-        moved = [d for d in order if symbol.shape[d] != 1]
-        if moved != sorted(moved):
-            raise Untraceable(f"{func} of a large tensor")
+        if rank > 1 or func is not torch.ops.aten.t.default:
+            first, second = (0, 1) if func is torch.ops.aten.t.default else (args[1] % rank, args[2] % rank)
+            order[first], order[second] = order[second], order[first]
+    # A dimension of one element may go anywhere without anything moving.
+    wide = [dim for dim in range(rank) if symbol.shape[dim] != 1]
+    shape = [symbol.shape[dim] for dim in wide]
+    moved = [wide.index(dim) for dim in order if symbol.shape[dim] != 1]
+    # The innermost dimensions that stay where they are move as blocks.
+    while moved and moved[-1] == len(moved) - 1:
+        moved.pop()
+    if not moved or not symbol.numel():
         return SymbolicTensor(result.shape, symbol.dtype, symbol.runs)
-    axes = [[i * strides[d] for i in range(symbol.shape[d])] for d in order[:kept]]
+    block = math.prod(shape[len(moved) :])
+    if symbol.numel() // block > MAX_RUNS:
+        raise _too_many_runs()
+    steps = [math.prod(shape[dim + 1 :]) for dim in moved]
+    axes = [range(0, shape[dim] * step, step) for dim, step in zip(moved, steps, strict=True)]
     ranges = ((sum(position), block) for position in itertools.product(*axes))
-    return SymbolicTensor(result.shape, symbol.dtype, _taken(symbol, ranges))
+    return SymbolicTensor(result.shape, symbol.dtype, itertools.chain.from_iterable(_cut(symbol, ranges)))
 
 
 _aten = torch.ops.aten
+_copy_to = _aten._to_copy.default  # noqa: SLF001 -- torch's own name for what `Tensor.to` does
 _OPERATIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     **dict.fromkeys(
         (
-            _aten.view.default, _aten._unsafe_view.default, _aten._reshape_alias.default, _aten.reshape.default,
-            _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
-            _aten.clone.default, _aten.detach.default, _aten.alias.default, _aten.contiguous.default,
-            _aten.lift_fresh.default,
+            _aten.view.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
+            _aten.clone.default, _aten.detach.default, _aten.alias.default,
         ),
         _same_order,
     ),
+    _copy_to: _to_copy,
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
     **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int), _parts),
