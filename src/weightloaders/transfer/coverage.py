@@ -127,6 +127,11 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what torch dispatches
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Loading is not compiled, and keeping the compiler away from it means importing it, which takes seconds.
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
