@@ -21,6 +21,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from configparser import ConfigParser
@@ -303,6 +304,17 @@ def test_every_command_has_its_section_with_exactly_its_options(name: str) -> No
 def _options_in_table(text: str) -> set[str]:
     cells = re.findall(r"^\| (.*?) \|", text, re.MULTILINE)
     return {option for cell in cells for option in re.findall(r"`(--[\w-]+)", cell)}
+
+
+def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
+    """As `make docs` builds it: each name in a docstring leads somewhere, each page is well formed."""
+    pytest.importorskip("sphinx")
+    [recipe] = re.findall(
+        r"^\t\$\(BIN\)/sphinx-build (.*) docs/_build/html$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    command = [sys.executable, "-m", "sphinx", *recipe.split(), str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ------------------------------------------------------------------ what is said about the code itself

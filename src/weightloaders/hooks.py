@@ -88,8 +88,9 @@ class HookSpecs:
     def rules_for(self, model: torch.nn.Module) -> Any:
         """Return rules (`Rename`, `Convert`, `Drop`) for a model, one or several, or None.
 
-        They are asked for only where neither the caller nor the model itself says how it is filled. If this raises,
-        the load stops before anything is touched.
+        They come last: they are for names that the caller's rules and the model's own declarations leave over, and that
+        are not yet the model's. A model that fills itself by a ``load_weights`` of its own is not asked about. If this
+        raises, the load stops before anything is touched.
 
         Args:
             model: The model that is about to be filled. It must not be changed.
