@@ -33,7 +33,7 @@ from weightloaders.loading.watching import (
     watching,
 )
 from weightloaders.mapping import transformers as hf
-from weightloaders.placing import may_cast
+from weightloaders.mapping.dtypes import may_cast
 from weightloaders.plan import CallStep, ComputeStep, LoadPlan, Step, step_infos, step_targets
 from weightloaders.planner import Planner
 from weightloaders.transfer.coverage import Coverage

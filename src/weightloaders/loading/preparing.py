@@ -13,7 +13,8 @@ from weightloaders.loading.initialising import Groundwork, can_initialise
 from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.modules import ModuleMapper
-from weightloaders.mapping.rules import RuleMapper, parse_rules
+from weightloaders.mapping.parsing import parse_rules
+from weightloaders.mapping.rules import RuleMapper
 from weightloaders.plan import LoadPlan, describe_source, step_infos, step_targets
 from weightloaders.progress import Progress
 from weightloaders.report import LoadReport

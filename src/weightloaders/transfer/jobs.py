@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.errors import LoaderContractError, LoadError
-from weightloaders.placing import may_cast
+from weightloaders.mapping.dtypes import may_cast
 from weightloaders.plan import CallStep, ComputeStep, CopyStep, Piece, Step, step_infos, step_targets
 from weightloaders.transfer.memory import is_dense, is_plain
 from weightloaders.transfer.workspace import BUFFER_BYTES
@@ -181,7 +181,7 @@ def _spans(pieces: Sequence[Piece], limit: int, gap: int) -> Iterator[tuple[int,
     """Runs of a source, each small enough for the buffer, with the pieces in them; a long piece is cut."""
     run: list[Piece] = []
     start = end = 0
-    for piece in _cut(sorted(pieces, key=lambda p: p.source_start), limit):
+    for piece in sorted(_cut(pieces, limit), key=lambda p: p.source_start):
         last = piece.source_start + piece.length
         if run and (last - start > limit or piece.source_start > end + gap):
             yield start, end, run

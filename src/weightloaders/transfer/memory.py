@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
 from collections import Counter
@@ -55,14 +56,13 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
 
 def _private_mapping(nbytes: int) -> Any:
     """Anonymous private memory advised huge; None where the system has no such thing."""
-    if sys.platform != "linux":
-        return None
-    try:
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except (OSError, ValueError, AttributeError):
-        return None
-    return mapping
+    if sys.platform == "linux":
+        # Some systems do without huge pages, and say so in one of these ways.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+            return mapping
+    return None
 
 
 def materialise(
