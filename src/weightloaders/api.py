@@ -10,7 +10,7 @@ import torch
 
 from weightloaders.errors import ConfigError, SourceNotFoundError
 from weightloaders.loading import LoadContext, check_usable, get_weights, load, load_given, make_plan
-from weightloaders.mapping.rules import parse_rules
+from weightloaders.mapping.parsing import parse_rules
 from weightloaders.offers import BUILT_IN, target_of
 from weightloaders.plan import Policies, PolicyOption
 from weightloaders.registry import WeightLoaderRegistry
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.loading.context import Verify
     from weightloaders.plan import LoadPlan
     from weightloaders.progress import ProgressOption
@@ -119,7 +120,7 @@ def load_into(
         LoadError: If something failed on the way; the model is marked as half-loaded.
     """
     context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
-    return _load(model, source, loader, loader_kwargs, context)
+    return _load(model, source, loader, _resolve(source, loader, loader_kwargs or {}), context)
 
 
 def load_model(model: nn.Module, source: Any, **options: Any) -> nn.Module:
@@ -165,7 +166,9 @@ def from_pretrained(
         progress: See `load_into`.
         verify: See `load_into`.
         trust_remote_code: Whether code that comes with the model may run.
-        **model_kwargs: For the config, and for the model's constructor.
+        **model_kwargs: For the config, and for the model's constructor. ``revision``, ``cache_dir``, ``token``,
+            ``subfolder`` and ``local_files_only`` say where on the hub the config is; for weights in the same
+            repository the loader's own options count as well.
 
     Returns:
         The model, in evaluation mode, and the report.
@@ -180,18 +183,21 @@ def from_pretrained(
     options = dict(loader_kwargs or {})
     context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
     resolved = _resolve(where, loader, options)
+    # What finds the weights in their repository may name a revision that the config's does not have.
+    hub_options = {key: options[key] for key in HUB_OPTIONS if weights is None and key in options}
+    hub_options |= {key: model_kwargs.pop(key) for key in HUB_OPTIONS if key in model_kwargs}
     skeleton = build_skeleton(
         None if source is None else str(source),
         config=config,
         auto_class=auto_class,
         dtype=dtype,
         stored_dtype=lambda: _stored_dtype(where, resolved),
-        hub_options={key: options[key] for key in HUB_OPTIONS if key in options},
+        hub_options=hub_options,
         trust_remote_code=trust_remote_code,
         **model_kwargs,
     )
     context = context.changed(dtypes=skeleton.dtypes)
-    report = _load(skeleton.model, where, "auto" if resolved is None else resolved, None, context)
+    report = _load(skeleton.model, where, loader, resolved, context)
     skeleton.finalise(report.loaded)
     return skeleton.model, report
 
@@ -290,7 +296,7 @@ def _context(
     )
 
 
-def _resolve(source: Any, loader: Any, options: Mapping[str, Any]) -> Any:
+def _resolve(source: Any, loader: Any, options: Mapping[str, Any]) -> BaseWeightLoader | None:
     """The loader for a source; None where the weights themselves were given."""
     if not isinstance(source, str | Path):
         if options or loader != "auto":
@@ -300,11 +306,11 @@ def _resolve(source: Any, loader: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _load(
-    model: nn.Module, source: Any, loader: Any, options: Mapping[str, Any] | None, context: LoadContext
+    model: nn.Module, source: Any, loader: Any, resolved: BaseWeightLoader | None, context: LoadContext
 ) -> LoadReport:
-    resolved = _resolve(source, loader, options or {})
     if resolved is None:
         return load_given(model, source, context)
+    # What the user called it, where that was a name.
     name = loader if isinstance(loader, str) and loader != "auto" else _name_of(resolved)
     return load(model, resolved, str(source), context.changed(loader=name))
 
