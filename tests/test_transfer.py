@@ -120,7 +120,8 @@ def test_nothing_beside_the_parameter_is_written(tmp_path: Path, monkeypatch: py
     expected = values(100)
     Transfer([whole(stored(tmp_path / "f", expected), memory[100:200])]).run()
     assert same(memory[100:200], expected)
-    assert bool((memory[:100] == 7).all()) and bool((memory[200:] == 7).all())
+    assert bool((memory[:100] == 7).all())
+    assert bool((memory[200:] == 7).all())
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (1, 1, 1)], ids=str)
@@ -256,7 +257,8 @@ def test_interleaved_rows_are_read_together_and_large_blocks_by_themselves(tmp_p
         for name, first, parameter in (("gate", 0, torch.zeros(4, 30000)), ("up", 1, torch.zeros(4, 30000)))
     ]
     moved = Transfer(steps).run()
-    assert same(steps[0].target.tensor, gate) and same(steps[1].target.tensor, up)
+    assert same(steps[0].target.tensor, gate)
+    assert same(steps[1].target.tensor, up)
     assert sorted(counted.reads) == [(row * 120000, 120000) for row in range(8)]
     assert moved.extra_memory == 0
 
@@ -271,8 +273,10 @@ def test_pieces_that_do_not_make_up_their_parameter_are_refused_before_anything_
         steps = [whole(info, other, "other"), CopyStep(target(parameter), pieces)]
         with pytest.raises(LoadError, match="don't make up") as caught:
             Transfer(steps).run()
-        assert caught.value.tensor == "w" and caught.value.written == ()
-        assert not other.any() and not parameter.any()
+        assert caught.value.tensor == "w"
+        assert caught.value.written == ()
+        assert not other.any()
+        assert not parameter.any()
 
 
 def test_a_parameter_on_meta_is_refused_rather_than_filled_with_nothing(tmp_path: Path) -> None:
@@ -316,7 +320,9 @@ def test_a_tensor_in_several_boxes_arrives_also_in_pieces(tmp_path: Path) -> Non
             CopyStep(target(rest, "rest"), (Piece(info, 24, 0, 24),)),
         ]
     ).run()
-    assert same(parameter, expected) and same(top, expected[:3]) and same(rest, expected[3:].half())
+    assert same(parameter, expected)
+    assert same(top, expected[:3])
+    assert same(rest, expected[3:].half())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.complex64, torch.uint8], ids=str)
@@ -441,8 +447,12 @@ def test_gradients_stay_and_versions_move_on(tmp_path: Path, dtype: torch.dtype)
     before = parameter._version, frozen._version
     info = stored(tmp_path / "f", values(4))
     Transfer([whole(info, parameter, "a"), whole(info, frozen, "b")]).run()
-    assert parameter._version > before[0] and frozen._version > before[1]
-    assert parameter.requires_grad and not frozen.requires_grad and parameter.is_leaf and parameter.grad_fn is None
+    assert parameter._version > before[0]
+    assert frozen._version > before[1]
+    assert parameter.requires_grad
+    assert not frozen.requires_grad
+    assert parameter.is_leaf
+    assert parameter.grad_fn is None
     assert torch.equal(parameter.grad, torch.ones(4, dtype=dtype))
 
 
@@ -639,15 +649,19 @@ def test_the_other_threads_stop_when_one_fails(tmp_path: Path, monkeypatch: pyte
 def test_a_function_that_returns_something_else_than_it_promised_is_refused() -> None:
     info = TensorInfo("in", torch.float32, (4,), read=lambda: values(4))
     for result, words in (
-        (torch.zeros(5), "shape"), (None, "no tensor"), (torch.zeros(4, dtype=torch.int64), "can't become"), (7, "no tensor"),
-    ):  # fmt: skip
+        (torch.zeros(5), "shape"),
+        (None, "no tensor"),
+        (torch.zeros(4, dtype=torch.int64), "can't become"),
+        (7, "no tensor"),
+    ):
         parameter = torch.ones(4)
         step = ComputeStep(
             {"w": target(parameter)}, (info,), lambda _, result=result: {"w": result}, ("my_rule(a) -> w",)
         )  # type: ignore[misc]
         with pytest.raises(LoadError, match=words) as caught:
             Transfer([step]).run()
-        assert "my_rule" in str(caught.value) and caught.value.tensor == "w"
+        assert "my_rule" in str(caught.value)
+        assert caught.value.tensor == "w"
         assert torch.equal(parameter, torch.ones(4))
 
 
@@ -659,7 +673,8 @@ def test_a_computed_step_writes_all_its_targets_and_casts() -> None:
         lambda arguments: {"a": arguments[0][0] + arguments[0][1], "b": arguments[1] * 3},
     )  # fmt: skip
     moved = Transfer([step]).run()
-    assert torch.equal(double, (values(4) * 2).double()) and torch.equal(half, (values(4) * 3).half())
+    assert torch.equal(double, (values(4) * 2).double())
+    assert torch.equal(half, (values(4) * 3).half())
     assert moved.written == {"a", "b"}
 
 
@@ -708,9 +723,12 @@ def test_progress_only_grows_and_ends_at_its_total(tmp_path: Path, monkeypatch: 
 
     moved = Transfer(steps, progress=progress).run()
     done = [event.done_bytes for event in events]
-    assert done[0] == 0 and done == sorted(done) and done[-1] == moved.bytes_read == events[0].total_bytes
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert done[-1] == moved.bytes_read == events[0].total_bytes
     assert len({event.total_bytes for event in events}) == 1
-    assert events[-1].file in (str(tmp_path / "f"), None) and events[1].file is not None
+    assert events[-1].file in (str(tmp_path / "f"), None)
+    assert events[1].file is not None
 
 
 def test_nothing_to_do_is_progress_too() -> None:
@@ -767,7 +785,8 @@ def test_torch_computes_on_as_many_processors_after_a_load_as_before(tmp_path: P
         def load(i):
             info = TensorInfo("w", torch.float32, (1 << 16,), Extent(sys.argv[1], 0))
             parameter = torch.zeros(1 << 16, dtype=torch.float64)
-            Transfer([CopyStep(Target("w", parameter, "parameter", True, parameter.dtype), (Piece(info, 0, 0, 1 << 16),))]).run()
+            target = Target("w", parameter, "parameter", True, parameter.dtype)
+            Transfer([CopyStep(target, (Piece(info, 0, 0, 1 << 16),))]).run()
 
         torch.set_num_threads(3)
         threads = [threading.Thread(target=load, args=(i,)) for i in range(8)]
@@ -802,7 +821,9 @@ def test_ctrl_c_stops_a_load_at_once_and_leaves_no_thread(tmp_path: Path) -> Non
                 super().__init__()
                 self.layers = torch.nn.ModuleList(torch.nn.Linear(1, 4, bias=False) for _ in range(2000))
         model, source = Many(), Slow(sys.argv[1])
-        weights = Weights.describe(TensorInfo(f"layers.{i}.weight", torch.float32, (4, 1), Extent(source, 16 * i)) for i in range(2000))
+        weights = Weights.describe(
+            TensorInfo(f"layers.{i}.weight", torch.float32, (4, 1), Extent(source, 16 * i)) for i in range(2000)
+        )
         try:
             load_into(model, weights, progress=lambda event: event.done_bytes and print("started", flush=True))
         except KeyboardInterrupt:
