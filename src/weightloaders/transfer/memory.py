@@ -99,7 +99,8 @@ def materialise(
                     new = _wrapper_twin(name, old, device, dtype)
                 else:
                     new = _twin(name, old, device, dtype, sharers, shared)
-                new.__dict__.update(old.__dict__)
+                # What a class made of its own, above all the tensors that it holds, is not overwritten.
+                new.__dict__.update({**old.__dict__, **new.__dict__})
                 if _swap(old, new):
                     continue
             replacements[id(old)] = new
