@@ -182,14 +182,15 @@ def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadCon
 def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext) -> LoadReport:
     start = time.perf_counter()
     plan.raise_if_errors()
-    _check_same_model(plan, model, targets, context)
+    now = targets_of(model, context, targets)
+    _check_same_model(plan, targets, now)
     hooks.before_load(plan)
     warn_of(plan)
     infos = {id(info): info for step in plan.steps for info in step_infos(step)}.values()
     try:
         if context.verify == "sha256":
             check_sha256(infos)
-        work = groundwork(model, targets_of(model, context), context, plan.unfilled, plan.tied)
+        work = groundwork(model, now, context, plan.unfilled, plan.tied)
         with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
             prepared = work.lay()
             if prepared.replaced:
@@ -229,19 +230,15 @@ def _transfer(
     return moved
 
 
-def _check_same_model(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext) -> None:
+def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
     """The plan speaks of parameters; they must still be those that the model has, and be as they were."""
-    now = targets_of(model, context).by_name
     planned = {target.name: target for step in plan.steps for target in step_targets(step)}
-    changed = next(
-        (
-            name for name in dict.fromkeys((*targets.by_name, *now))
-            if name not in now or name not in targets.by_name
-            or (name in planned and now[name].tensor is not planned[name].tensor)
-            or (name in planned and now[name].dtype != planned[name].dtype)
-        ),
-        None,
-    )  # fmt: skip
+    other = {
+        name for name, target in planned.items()
+        if name in now.by_name
+        and (now.by_name[name].tensor is not target.tensor or now.by_name[name].dtype != target.dtype)
+    }  # fmt: skip
+    changed = next(iter(other | (then.by_name.keys() ^ now.by_name.keys())), None)
     if changed is not None:
         raise PlanError(
             f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",

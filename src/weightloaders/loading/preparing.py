@@ -36,12 +36,20 @@ logger = logging.getLogger(__name__)
 _SHOWN = 4
 
 
-def targets_of(model: nn.Module, context: LoadContext) -> Targets:
-    """What the model wants filled, in this load."""
+def targets_of(model: nn.Module, context: LoadContext, before: Targets | None = None) -> Targets:
+    """What the model wants filled, in this load.
+
+    Args:
+        model: The model.
+        context: What was asked for.
+        before: The same from before meta parameters were given memory: what was wanted then still is.
+    """
     targets = Targets(model, dtypes=context.dtypes, declared_ties=hf.tied_names(model))
+    wanted = {name for name, target in before.by_name.items() if not target.persistent} if before is not None else set()
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in targets.derived and buffer.device.type == "meta" and not can_initialise(model, name):
-            # It belongs into no checkpoint, but nobody can compute it, so the source is asked all the same.
+        # It belongs into no checkpoint, but if nobody can compute it, the source is asked all the same.
+        lacks_value = name in targets.derived and buffer.device.type == "meta" and not can_initialise(model, name)
+        if name in wanted or lacks_value:
             targets.by_name[name] = Target(name, buffer, "buffer", False, context.dtypes.get(name, buffer.dtype))
             targets.canonical[name] = name
     return targets

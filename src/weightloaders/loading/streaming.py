@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from weightloaders.loading.context import LoadContext
     from weightloaders.mapping.names import Claim
     from weightloaders.report import LoadReport
+    from weightloaders.targets import Targets
     from weightloaders.weights.weights import Stream
 
 
@@ -65,10 +66,11 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
     first = next(pairs, None)
     if first is None:
         raise PlanError("the source holds no tensors; nothing was changed")
-    work = groundwork_for_all(model, targets_of(model, context), context)
+    before = targets_of(model, context)
+    work = groundwork_for_all(model, before, context)
     with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
         prepared = work.lay()
-        loading = _Loading(model, context, stream.borrowed, mark, progress)
+        loading = _Loading(model, targets_of(model, context, before), context, stream, mark, progress)
         watch = Coverage(loading.with_own_loader)
         with watching(model, watch) if loading.with_own_loader else contextlib.nullcontext():
             loading.take_all(itertools.chain([first], pairs), watch)
@@ -94,12 +96,12 @@ class _Loading:
     def __init__(
         self,
         model: nn.Module,
+        targets: Targets,
         context: LoadContext,
-        borrowed: bool,
+        stream: Stream,
         mark: Mark,
         progress: Callable[[ProgressEvent], object],
     ) -> None:
-        targets = targets_of(model, context)
         mappers, decided_by, position = mappers_for(model, targets, context)
         prefix = getattr(model, "base_model_prefix", None) or None
         mappers.insert(position, suggest.FirstFitMapper(targets.tensors, prefix))
@@ -110,7 +112,7 @@ class _Loading:
         }
         self.moved = Transferred()
         self.sources: dict[str, str] = {}
-        self._mappers, self._borrowed, self._mark, self._progress = mappers, borrowed, mark, progress
+        self._mappers, self._borrowed, self._mark, self._progress = mappers, stream.borrowed, mark, progress
         self._groups: dict[Any, GroupState] = {}
         self._held = 0
         # Only names, dtypes and shapes are remembered; the tensors go.

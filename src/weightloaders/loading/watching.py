@@ -203,10 +203,11 @@ def _by_others(
     """Let code of others fill a model. The plan has no steps, but hooks still see that something is about to happen."""
     start = time.perf_counter()
     hooks.before_load(plan)
-    work = groundwork_for_all(model, targets_of(model, context), context)
+    before = targets_of(model, context)
+    work = groundwork_for_all(model, before, context)
     with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
         prepared = work.lay()
-        watch = Coverage(targets_of(model, context).tensors)
+        watch = Coverage(targets_of(model, context, before).tensors)
         try:
             with watching(model, watch):
                 inner = call(watch, progress)
