@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightloaders.errors import PlanError, RuleError, UnknownTensorError
-from weightloaders.mapping.rules import Pattern
+from weightloaders.mapping.patterns import Pattern
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 Severity = Literal["error", "warning", "info"]
 Policy = Literal["error", "warn", "ignore"]
-PolicyOption = Policy | dict[str, Policy]
+PolicyOption = Policy | dict[str | re.Pattern[str], Policy] | dict[str, Policy]
 
 _SEVERITIES: dict[str, Severity] = {"error": "error", "warn": "warning", "ignore": "info"}
 # A finding names this many tensors; the plan's lists have them all.
@@ -48,7 +51,12 @@ class Finding:
     hint: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.severity}: {self.message}"]
+        return f"{self.severity}: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """The message with the file and what to do."""
+        lines = [self.message]
         if self.file and self.file not in self.message:
             lines.append(f"    file: {self.file}")
         if self.hint:
@@ -70,8 +78,9 @@ class Policies:
         unexpected: For tensors that the model doesn't want.
         mismatched: For tensors of another shape or kind of number.
 
-    Each is ``"error"``, ``"warn"`` or ``"ignore"``, or a dict of name pattern -> one of these (the first that matches
-    counts; without a match the default does: error, warn, error).
+    Each is ``"error"``, ``"warn"`` or ``"ignore"``, or a dict of name pattern -> one of these: the first that matches
+    counts; without a match the default does (error, warn, error). A pattern's segments match side by side anywhere in a
+    name; a compiled regular expression is searched.
 
     Raises:
         RuleError: If it is anything else.
@@ -98,23 +107,45 @@ class Policies:
 
 
 def _policy(option: str, value: Any, default: Policy) -> Callable[[str], Severity]:
-    allowed = "allowed are 'error', 'warn', 'ignore', or a dict of name pattern -> one of these"
-    pairs = list(value.items()) if isinstance(value, dict) else [("**", value)]
-    compiled = []
-    for pattern, policy in pairs:
-        if policy not in _SEVERITIES:
-            raise RuleError(f"{option}={policy!r}: {allowed}")
-        compiled.append((Pattern(pattern).anywhere, _SEVERITIES[policy]))
+    if isinstance(value, str):
+        return functools.partial(_always, _severity(option, value))
+    if not isinstance(value, dict):
+        raise _no_policy(option, value)
+    compiled = [(_search(pattern), _severity(option, policy)) for pattern, policy in value.items()]
 
     def severity(name: str) -> Severity:
-        return next((s for pattern, s in compiled if pattern.search(name + ".")), _SEVERITIES[default])
+        return next((s for search, s in compiled if search(name)), _SEVERITIES[default])
 
     return severity
 
 
+def _always(severity: Severity, _: str) -> Severity:
+    return severity
+
+
+def _severity(option: str, value: Any) -> Severity:
+    if not isinstance(value, str) or value not in _SEVERITIES:
+        raise _no_policy(option, value)
+    return _SEVERITIES[value]
+
+
+def _no_policy(option: str, value: Any) -> RuleError:
+    return RuleError(
+        f"{option} can't be {value!r}",
+        hint="it is 'error', 'warn' or 'ignore', or a dict of name pattern -> one of these",
+    )
+
+
+def _search(pattern: Any) -> Callable[[str], object]:
+    if isinstance(pattern, re.Pattern):
+        return pattern.search
+    anywhere = Pattern(pattern).anywhere
+    return lambda name: anywhere.search(name + ".")
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``length`` elements of a source tensor from ``source_start`` on, to ``target_start`` on, both in row-major order."""
+    """``length`` elements of a source tensor from ``source_start`` on, to ``target_start`` on; in row-major order."""
 
     info: TensorInfo
     source_start: int
@@ -178,6 +209,7 @@ class LoadPlan:
         findings: Everything worth saying, errors first.
         missing: Parameters that the source doesn't fill.
         unexpected: Source tensors that the model doesn't want.
+        ignored: Source tensors that are computed rather than learnt, or that the model itself says to leave out.
         mismatched: Tensors whose shape or kind of number doesn't fit.
         unfilled: Parameters left unfilled on purpose (by a policy).
         cast: Parameter -> stored dtype and its own.
@@ -192,6 +224,7 @@ class LoadPlan:
     findings: list[Finding] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
     cast: dict[str, tuple[torch.dtype, torch.dtype]] = field(default_factory=dict)
@@ -220,13 +253,7 @@ class LoadPlan:
     @property
     def bytes_to_read(self) -> int:
         """Bytes that running the plan reads from its sources."""
-        total = 0
-        for step in self.steps:
-            if isinstance(step, CopyStep):
-                total += sum(p.length * _stored_size(p.info) for p in step.pieces)
-            else:
-                total += sum(info.bytes_stored for info in step_infos(step))
-        return total
+        return sum(_bytes_of(step) for step in self.steps)
 
     def raise_if_errors(self) -> None:
         """Raise what stops the load, if anything does.
@@ -238,7 +265,7 @@ class LoadPlan:
         if not errors:
             return
         first = errors[0]
-        body = "\n".join(f"- {finding.message}" + _details(finding) for finding in errors)
+        body = "\n".join(f"- {finding.text}" for finding in errors)
         raise PlanError(
             f"the checkpoint does not fit the model; nothing was changed\n{body}",
             plan=self,
@@ -265,25 +292,37 @@ class LoadPlan:
         return self.runner(self, model)
 
     def explain(self, name: str) -> str:
-        """How one parameter is filled: from which file and bytes, through which rules.
+        """How one parameter is filled, from which file and bytes, through which rules; or why it is not.
+
+        Args:
+            name: A parameter's name, or a source tensor's.
 
         Raises:
             UnknownTensorError: If the plan knows nothing of that name.
         """
-        for step in self.steps:
-            for target in step_targets(step):
-                if target.name == name or self.renamed.get(name) == target.name:
-                    return _explain_step(step, target)
+        lines = [
+            _explain_step(step, target)
+            for step in self.steps
+            for target in step_targets(step)
+            if target.name == name or any(info.name == name for info in step_infos(step))
+        ]
+        lines += [finding.text for finding in self.findings if name in finding.tensors]
         if name in self.tied:
-            return f"{name}\n  shares its memory or value with {self.tied[name]}"
-        for label, names in (
-            ("missing: the source has nothing for it", self.missing),
-            ("unexpected: the model does not want it", self.unexpected),
-            ("dropped by a rule", self.dropped),
-        ):
-            if name in names:
-                return f"{name}\n  {label}"
-        raise UnknownTensorError(f"the plan has nothing named {name!r}", tensor=name)
+            lines.append(f"{name} shares its memory or value with {self.tied[name]}")
+        lines += [
+            f"{name} is {what}"
+            for names, what in (
+                (self.dropped, "dropped by a rule"),
+                (self.ignored, "ignored: it is computed, or the model says that it does not want it"),
+            )
+            if name in names
+        ]
+        if lines:
+            return "\n".join(lines)
+        near = difflib.get_close_matches(name, [*self.loaded, *self.tied, *self.missing, *self.unexpected], n=1)
+        raise UnknownTensorError(
+            f"the plan has nothing named {name!r}", tensor=name, hint=f"did you mean {near[0]!r}?" if near else None
+        )
 
     def to_json(self) -> str:
         """The plan as a JSON document: lists, findings, and every step with its files and byte ranges."""
@@ -294,6 +333,7 @@ class LoadPlan:
                 "bytes_to_read": self.bytes_to_read,
                 "missing": self.missing,
                 "unexpected": self.unexpected,
+                "ignored": self.ignored,
                 "mismatched": self.mismatched,
                 "unfilled": self.unfilled,
                 "dropped": self.dropped,
@@ -330,17 +370,19 @@ class LoadPlan:
         return "\n".join(lines)
 
 
-def _details(finding: Finding) -> str:
-    lines = ""
-    if finding.file and finding.file not in finding.message:
-        lines += f"\n    file: {finding.file}"
-    if finding.hint:
-        lines += f"\n    what to do: {finding.hint}"
-    return lines
+def _bytes_of(step: Step) -> int:
+    if not isinstance(step, CopyStep):
+        return sum(info.bytes_stored for info in step_infos(step))
+    pieces = [p for p in step.pieces if _lies_in_one_run(p.info)]
+    # What lies scattered is read as a whole, once.
+    whole = {id(p.info): p.info for p in step.pieces if not _lies_in_one_run(p.info)}
+    return sum(p.length * p.info.extents[0].stored_dtype.itemsize for p in pieces) + sum(
+        info.bytes_stored for info in whole.values()
+    )
 
 
-def _stored_size(info: TensorInfo) -> int:
-    return info.extents[0].stored_dtype.itemsize if info.is_raw and info.extents else info.dtype.itemsize
+def _lies_in_one_run(info: TensorInfo) -> bool:
+    return info.is_raw and len(info.extents) == 1 and info.extents[0].is_contiguous
 
 
 def describe_source(info: TensorInfo) -> str:
@@ -355,11 +397,11 @@ def describe_source(info: TensorInfo) -> str:
 def _explain_step(step: Step, target: Target) -> str:
     lines = [f"{target.name}  {list(target.shape)} {target.dtype}"]
     if isinstance(step, CopyStep):
-        for piece in step.pieces[:_SHOWN]:
-            lines.append(
-                f"  elements {piece.target_start} to {piece.target_start + piece.length} "
-                f"from elements {piece.source_start} to {piece.source_start + piece.length} of {describe_source(piece.info)}"
-            )
+        lines += [
+            f"  elements {p.target_start} to {p.target_start + p.length} "
+            f"from elements {p.source_start} to {p.source_start + p.length} of {describe_source(p.info)}"
+            for p in step.pieces[:_SHOWN]
+        ]
         if len(step.pieces) > _SHOWN:
             lines.append(f"  and {len(step.pieces) - _SHOWN} more pieces")
     else:

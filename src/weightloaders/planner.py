@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.mapping import suggest
-from weightloaders.mapping.names import Claim, Mapper, claim_name
+from weightloaders.mapping.names import Claim, Mapper, claim_name, natural_order
+from weightloaders.mapping.rules import RuleMapper
 from weightloaders.placing import GroupState, Placing
-from weightloaders.plan import Finding, LoadPlan, Policies
+from weightloaders.plan import Finding, LoadPlan, Policies, listed
 
 if TYPE_CHECKING:
     import re
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
     from weightloaders.targets import Targets
     from weightloaders.weights.info import TensorInfo
 
+# So many names are tried before a whole plan is made to see whether a prefix is the right one.
+_SAMPLE = 64
+
 
 @dataclass(slots=True)
 class _Draft:
     """What the names came to, before anything is held against the model."""
 
-    singles: dict[str, list[tuple[TensorInfo, Claim]]] = field(default_factory=lambda: defaultdict(list))
+    singles: list[tuple[TensorInfo, Claim]] = field(default_factory=list)
     calls: list[tuple[TensorInfo, Claim]] = field(default_factory=list)
     groups: dict[Any, GroupState] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    remarks: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     renamed: dict[str, str] = field(default_factory=dict)
 
 
@@ -36,12 +40,12 @@ class Planner:
 
     Args:
         targets: What the model wants filled.
-        mappers: Who is asked about names, in order. The known prefixes are tried in front of the ``automatic_from``-th.
+        mappers: Who is asked about names, in order.
         policies: What is done about what doesn't fit.
         base_model_prefix: The prefix under which the model keeps its base model, if it says so.
         ignore_missing: Names that may be missing, by the model's own word.
         ignore_unexpected: Names that may be unexpected, by the model's own word.
-        automatic_from: Position among the mappers where automatic prefixes belong.
+        automatic_from: Position among the mappers where automatic prefixes belong; default: behind all.
     """
 
     def __init__(
@@ -55,85 +59,105 @@ class Planner:
         ignore_unexpected: re.Pattern[str] | None = None,
         automatic_from: int | None = None,
     ) -> None:
-        self.targets = targets
-        self.mappers = list(mappers)
-        self.policies = policies
-        self.own = targets.tensors
+        self._targets = targets
+        self._mappers = list(mappers)
+        self._policies = policies
         self._base_model_prefix = base_model_prefix
         self._ignore_missing = ignore_missing
         self._ignore_unexpected = ignore_unexpected
-        self._automatic_from = len(self.mappers) if automatic_from is None else automatic_from
+        self._automatic_from = len(self._mappers) if automatic_from is None else automatic_from
 
     def plan(
         self, infos: Sequence[TensorInfo], *, notes: Sequence[str] = (), skipped: Mapping[str, str] | None = None
     ) -> LoadPlan:
-        """The plan for a catalogue, with a known prefix stripped or added where that alone makes it whole."""
-        plan = self._attempt(infos, self.mappers)
-        if plan.missing:
+        """The plan for a catalogue, with a known prefix stripped or added where that alone makes it whole.
+
+        Args:
+            infos: The catalogue.
+            notes: What there is to say of the source.
+            skipped: Files of the source left out, with the reason.
+        """
+        # Some mappers rely on `layers.2` coming before `layers.10`.
+        infos = sorted(infos, key=lambda info: natural_order(info.name))
+        plan = self._attempt(infos, self._mappers)
+        if plan.missing and plan.unexpected:
             plan = self._with_prefix(infos, plan)
         plan.skipped_files = dict(skipped or {})
+        plan.findings.extend(self._unused_rules(infos))
         plan.findings.extend(Finding("note", "info", note) for note in notes)
         order = {"error": 0, "warning": 1, "info": 2}
         plan.findings.sort(key=lambda finding: order[finding.severity])
         return plan
 
+    # -- prefixes
+
     def _with_prefix(self, infos: Sequence[TensorInfo], first: LoadPlan) -> LoadPlan:
-        names = [info.name for info in infos]
-        whole: list[tuple[LoadPlan, str]] = []
+        whole: dict[str, LoadPlan] = {}
         for rename in suggest.known_prefixes(self._base_model_prefix):
-            old, new = str(rename.old), rename.new
-            # Each attempt costs a whole plan, so a prefix that can't matter is not tried.
-            if not any(name.startswith(old + ".") for name in (names if old else ())) and not any(
-                name.startswith(new + ".") for name in (self.own if new else ())
-            ):
-                continue
-            mappers = [*self.mappers]
+            mappers: list[Mapper] = [*self._mappers]
             mappers.insert(self._automatic_from, suggest.PrefixMapper(rename))
-            candidate = self._attempt(infos, mappers)
-            if candidate.ok and not candidate.missing and candidate.renamed:
-                whole.append((candidate, str(rename)))
+            if not self._may_help(first, mappers):
+                continue
+            plan = self._attempt(infos, mappers)
+            if plan.ok and not plan.missing:
+                whole[str(rename)] = plan
         if not whole:
             return first
-        plans = {tuple(sorted(plan.renamed.items())) for plan, _ in whole}
-        if len(plans) > 1:
+        if len({tuple(sorted(plan.renamed.items())) for plan in whole.values()}) > 1:
             first.findings.append(
                 Finding(
-                    "rename", "info", f"several prefixes would make the source fit: {', '.join(text for _, text in whole)}",
+                    "rename", "info", f"several prefixes would make the source fit: {', '.join(whole)}",
                     hint="choose one with `rules=`",
                 )
             )  # fmt: skip
             return first
-        plan, text = whole[0]
+        text, plan = next(iter(whole.items()))
         plan.decided_by.append(f"automatic {text}")
         plan.findings.append(
             Finding("rename", "info", f"{len(plan.renamed)} names were matched by an automatic {text}")
         )
         return plan
 
+    def _may_help(self, first: LoadPlan, mappers: Sequence[Mapper]) -> bool:
+        """Whether any of some names that the model does not know would become one that it misses.
+
+        A plan costs a second for tens of thousands of tensors, and most prefixes are plainly not the right one.
+        """
+        names, missing = first.unexpected, set(first.missing)
+        leaf = first.missing[0].rpartition(".")[2]
+        alike = [name for name in names if name.endswith(leaf)]
+        sample = [*names[:: len(names) // _SAMPLE + 1], *alike[:: len(alike) // _SAMPLE + 1]]
+        claims = (claim_name(name, mappers, self._targets.by_name) for name in sample)
+        return any(c.target in missing or (c.group and not missing.isdisjoint(c.group.targets)) for c in claims)
+
     # -- one attempt
 
     def _attempt(self, infos: Sequence[TensorInfo], mappers: Sequence[Mapper]) -> LoadPlan:
         draft = self._draft(infos, mappers)
-        placing = Placing(self.targets, self.policies, self._ignore_missing, self._ignore_unexpected)
-        placing.plan.dropped = draft.dropped
-        placing.plan.renamed = draft.renamed
-        placing.plan.findings.extend(Finding("rename", "warning", remark) for remark in draft.remarks)
-        for name, sources in draft.singles.items():
-            for info, claim in sources:
-                placing.place(name, info, claim.rules)
+        placing = Placing(self._targets, self._policies, self._ignore_missing, self._ignore_unexpected)
+        plan = placing.plan
+        plan.dropped = draft.dropped
+        plan.renamed = draft.renamed
+        plan.findings.extend(
+            Finding("rule", "warning", f"{remark}: {listed(names)}", tuple(names))
+            for remark, names in draft.remarks.items()
+        )
+        for info, claim in draft.singles:
+            placing.place(claim.target, info, claim.rules)
         for info, claim in draft.calls:
             placing.hand_over(info, claim)
         for state in draft.groups.values():
             placing.place_group(state)
         placing.finish({info.name: info for info in infos})
-        return placing.plan
+        return plan
 
     def _draft(self, infos: Sequence[TensorInfo], mappers: Sequence[Mapper]) -> _Draft:
         draft = _Draft()
+        own = self._targets.by_name
         for info in infos:
-            claim = claim_name(info.name, mappers, self.own)
+            claim = claim_name(info.name, mappers, own)
             if claim.remark:
-                draft.remarks.append(claim.remark)
+                draft.remarks[claim.remark].append(info.name)
             if claim.dropped:
                 draft.dropped.append(info.name)
             elif claim.group is not None:
@@ -141,10 +165,21 @@ class Planner:
                 state.members[claim.slot].append((claim.index, info))
                 state.rules = claim.rules
             else:
-                if claim.target != info.name:
+                if claim.target != info.name and claim.target in own:
                     draft.renamed[info.name] = claim.target
-                if claim.call_loader:
-                    draft.calls.append((info, claim))
-                else:
-                    draft.singles[claim.target].append((info, claim))
+                (draft.calls if claim.call_loader else draft.singles).append((info, claim))
         return draft
+
+    def _unused_rules(self, infos: Sequence[TensorInfo]) -> list[Finding]:
+        """Rules that match nothing are mostly mistaken."""
+        if not infos:
+            return []
+        return [
+            Finding(
+                "rule", "info" if mapper.origin else "warning", f"{rule} matches no tensor of the source",
+                hint=f"the source's names look like {infos[0].name!r}",
+            )
+            for mapper in self._mappers
+            if isinstance(mapper, RuleMapper)
+            for rule in mapper.unused()
+        ]  # fmt: skip

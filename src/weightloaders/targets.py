@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Rotary frequencies and position numbers are computed; old checkpoints carry them, new models may not want them.
-_DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|inv_freq|position_ids)$")
+_DERIVED = re.compile(r"(^|\.)(inv_freq|position_ids|rotary_emb\.(cos|sin)_cached)$")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,12 +51,14 @@ class Targets:
     Args:
         model: The model.
         dtypes: The dtype of parameters where it differs from what the model has now.
+        declared_ties: Tied by the model's own declaration: name -> the name it is tied to.
 
     Attributes:
+        model: The model.
         by_name: Every name that a checkpoint may fill.
         derived: Names of non-persistent buffers: neither wanted nor unexpected.
         canonical: Name -> the first name of the same memory (itself, where it is not tied).
-        declared_ties: Tied by the model's own declaration: name -> the name it is tied to.
+        declared_ties: See above.
 
     Raises:
         ModelError: If the model has parameters whose shape is not known yet.
@@ -72,11 +76,7 @@ class Targets:
         self.derived: set[str] = set()
         dtypes = dtypes or {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
-                raise ModelError(
-                    f"the parameter {name!r} has no shape yet", tensor=name,
-                    hint="run one forward pass, so that lazy modules learn their shapes, and load then",
-                )  # fmt: skip
+            _check_has_shape(name, parameter)
             self.by_name[name] = Target(name, parameter, "parameter", True, dtypes.get(name, parameter.dtype))
         for prefix, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():  # noqa: SLF001 -- the only place that tells persistent ones apart
@@ -86,50 +86,98 @@ class Targets:
                 if key in module._non_persistent_buffers_set:  # noqa: SLF001 -- as above
                     self.derived.add(name)
                 else:
+                    _check_has_shape(name, buffer)
                     self.by_name[name] = Target(name, buffer, "buffer", True, dtypes.get(name, buffer.dtype))
         self.declared_ties = dict(declared_ties or {})
         self.canonical = self._canonical_names()
 
     def _canonical_names(self) -> dict[str, str]:
         first: dict[object, str] = {}
-        return {name: first.setdefault(_region(target.tensor), name) for name, target in self.by_name.items()}
-
-    def declared_partners(self) -> dict[str, set[str]]:
-        """The names that the model declares tied to each other, seen from each."""
-        partners: dict[str, set[str]] = {}
-        for name, other in self.declared_ties.items():
-            partners.setdefault(name, set()).add(other)
-            partners.setdefault(other, set()).add(name)
-        return partners
+        return {name: first.setdefault(_identity(target.tensor), name) for name, target in self.by_name.items()}
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Name -> tensor."""
         return {name: target.tensor for name, target in self.by_name.items()}
 
+    def declared_partners(self) -> dict[str, set[str]]:
+        """The names that the model declares tied to each other, at once or by way of others, seen from each."""
+        groups: dict[str, set[str]] = {}
+        for name, other in self.declared_ties.items():
+            joined = groups.get(name, {name}) | groups.get(other, {other})
+            for member in joined:
+                groups[member] = joined
+        return {name: group - {name} for name, group in groups.items()}
+
     def tied_to(self, name: str) -> list[str]:
         """The other names of the same memory."""
-        return [other for other, first in self.canonical.items() if first == self.canonical[name] and other != name]
+        return [other for other in self._by_canonical[self.canonical[name]] if other != name]
+
+    @functools.cached_property
+    def _by_canonical(self) -> dict[str, list[str]]:
+        names = defaultdict(list)
+        for name, canonical in self.canonical.items():
+            names[canonical].append(name)
+        return names
 
     def is_derived(self, name: str) -> bool:
-        """Whether a tensor of this name is computed rather than learnt."""
-        return name in self.derived or _DERIVED.search(name) is not None
+        """Whether a tensor of this name is computed rather than learnt.
+
+        A parameter is learnt, whatever it is called.
+        """
+        if name in self.derived:
+            return True
+        target = self.by_name.get(name)
+        return (target is None or target.kind == "buffer") and _DERIVED.search(name) is not None
 
 
-def _region(tensor: torch.Tensor) -> object:
+def _check_has_shape(name: str, tensor: torch.Tensor) -> None:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ModelError(
+            f"{name!r} has no shape yet",
+            tensor=name,
+            hint="run one forward pass, so that lazy modules learn their shapes, and load then",
+        )
+
+
+def _identity(tensor: torch.Tensor) -> object:
     """What two names share exactly when they are one tensor: the same view of the same memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta" or tensor.numel() == 0:
+    if not _has_memory(tensor):
         return id(tensor)
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    bits = tensor.is_conj(), tensor.is_neg()
+    return (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, bits)
 
 
-def memory_span(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """First and last address (exclusive) of a dense tensor's memory; None where that can't be said."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type == "meta":
-        return None
-    if tensor.layout is not torch.strided or not tensor.is_contiguous() or not tensor.numel():
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.device.type != "meta"
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+    )
+
+
+class Span(NamedTuple):
+    """The memory that a tensor lies in.
+
+    Attributes:
+        device: Where.
+        start: The first address.
+        end: The address behind the last.
+        dense: Whether all that lies between belongs to the tensor.
+    """
+
+    device: str
+    start: int
+    end: int
+    dense: bool
+
+
+def memory_span(tensor: torch.Tensor) -> Span | None:
+    """The memory that a tensor lies in; None where that can't be said."""
+    if not _has_memory(tensor):
         return None
     start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = start + elements * tensor.element_size()
+    return Span(str(tensor.device), start, end, elements == tensor.numel())

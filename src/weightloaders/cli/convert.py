@@ -82,7 +82,7 @@ def convert_source(
 
 def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
     """The same weights with their real numbers in another dtype."""
-    from weightloaders.placing import may_cast
+    from weightloaders.mapping.dtypes import may_cast
     from weightloaders.weights.info import TensorInfo
     from weightloaders.weights.weights import Weights
 

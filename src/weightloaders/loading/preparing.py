@@ -76,7 +76,7 @@ def groundwork_for_all(model: nn.Module, targets: Targets, context: LoadContext)
 
 def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tuple[list[Mapper], list[str], int]:
     """Who is asked about names, in order; what they are called; and where automatic prefixes belong among them."""
-    own = targets.tensors
+    own = targets.by_name
     config = getattr(model, "config", None)
     mappers: list[Mapper] = []
     decided_by: list[str] = []
@@ -95,6 +95,7 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     for plugin, rules in hooks.rules_for(model):
         mappers.append(RuleMapper(parse_rules(rules), own, config=config, automatic=True, origin=plugin))
         decided_by.append(f"rules of {plugin}")
+    mappers.append(suggest.SpellingMapper(own))
     decided_by.append("names")
     return mappers, decided_by, position
 

@@ -104,7 +104,7 @@ class _Loading:
     ) -> None:
         mappers, decided_by, position = mappers_for(model, targets, context)
         prefix = getattr(model, "base_model_prefix", None) or None
-        mappers.insert(position, suggest.FirstFitMapper(targets.tensors, prefix))
+        mappers.insert(position, suggest.FirstFitMapper(targets.by_name, prefix))
         self.placing = Placing(targets, context.policies, *hf.ignored_patterns(model))
         self.placing.plan.decided_by = decided_by
         self.with_own_loader = {
@@ -127,7 +127,7 @@ class _Loading:
         """
         self._handed = watch.hand_out
         for name, tensor in self._guarded(pairs):
-            claim = claim_name(name, self._mappers, self.placing.targets.tensors)
+            claim = claim_name(name, self._mappers, self.placing.targets.by_name)
             if name in self._seen and (claim.group is not None or claim.call_loader):
                 raise self._error(f"the stream has two tensors named {name!r}", name)
             self._seen[name] = TensorInfo(name, tensor.dtype, tuple(tensor.shape), read=_gone)

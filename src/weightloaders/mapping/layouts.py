@@ -23,7 +23,7 @@ def fuse_qkv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def split_qkv(qkv: Tensor, *, heads: int, kv_heads: int, head_dim: int) -> tuple[Tensor, ...]:
     """The inverse of `fuse_qkv`."""
-    return tuple(qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]))
+    return torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
 
 
 def fuse_qkv_interleaved(q: Tensor, k: Tensor, v: Tensor, *, heads: int, kv_heads: int, head_dim: int) -> Tensor:
@@ -41,7 +41,7 @@ def split_qkv_interleaved(qkv: Tensor, *, heads: int, kv_heads: int, head_dim: i
     """The inverse of `fuse_qkv_interleaved`."""
     rest = qkv.shape[1:]
     grouped = qkv.reshape(kv_heads, heads // kv_heads + 2, head_dim, *rest)
-    parts = grouped.split([heads // kv_heads, 1, 1], dim=1)
+    parts = torch.split(grouped, [heads // kv_heads, 1, 1], dim=1)
     return tuple(part.reshape(-1, *rest) for part in parts)
 
 
@@ -52,7 +52,8 @@ def fuse_gate_up(gate: Tensor, up: Tensor) -> Tensor:
 
 def split_gate_up(gate_up: Tensor) -> tuple[Tensor, ...]:
     """The inverse of `fuse_gate_up`."""
-    return tuple(gate_up.split(gate_up.shape[0] // 2))
+    rows = gate_up.shape[0] // 2
+    return torch.split(gate_up, [rows, rows])
 
 
 def fuse_gate_up_interleaved(gate: Tensor, up: Tensor) -> Tensor:
@@ -108,8 +109,8 @@ def pad_rows(weight: Tensor, *, rows: int) -> Tensor:
 
 def weight_norm(g: Tensor, v: Tensor) -> Tensor:
     """The plain weight of a weight-normalised layer: ``g * v / |v|``, the norm over all dimensions but the first."""
-    norm = v.flatten(1).norm(dim=1).reshape(-1, *[1] * (v.dim() - 1))
-    return v * (g / norm)
+    norm: Tensor = torch.linalg.vector_norm(v.flatten(1), dim=1)
+    return v * (g / norm.reshape(-1, *[1] * (v.dim() - 1)))
 
 
 LAYOUTS: dict[str, Callable[..., Any]] = {

@@ -6,7 +6,7 @@ tensor, drop it, make it a member of a *group* (tensors that become other tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -22,11 +22,10 @@ class Group:
     Attributes:
         key: What tells this group from the others of its mapper.
         slots: A description (a pattern) of each source that the function gets.
-        lists: For each slot whether it takes a list of tensors, in index order, rather than one.
-        targets: Names of the results, where they are known before the function runs (for messages).
+        lists: For each slot whether it takes a list of tensors with the indices 0 to E-1 rather than just one.
+        targets: Names of the results, where they are known before the function runs.
         function: Gets one tensor or list of tensors a slot; returns target name -> tensor.
         rule: How the group is called in messages and reports.
-        indexed: Whether list slots must have exactly the indices 0 to E-1.
     """
 
     key: Hashable
@@ -35,7 +34,6 @@ class Group:
     targets: tuple[str, ...]
     function: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]] = field(compare=False)
     rule: str = ""
-    indexed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +44,13 @@ class Claim:
         target: The parameter it fills, unless it is dropped or a member of a group.
         rules: The rules that were applied, for the report.
         dropped: Nothing is to become of it.
-        group: The group it belongs to, with its slot and, in a list slot, its index or sort key.
-        remark: Something to report, e.g. a rename that was not applied.
+        group: The group it belongs to.
+        slot: Its place among the group's slots.
+        index: Its index in a slot that takes a list.
+        call_loader: It is handed to the parameter's own ``weight_loader``.
+        shard_id: What that loader gets besides, where the tensor is one part of several.
+        parts: The names of all these parts.
+        remark: Something to report, e.g. a rule that was not applied.
     """
 
     target: str = ""
@@ -55,10 +58,16 @@ class Claim:
     dropped: bool = False
     group: Group | None = None
     slot: int = 0
-    index: Any = None
-    shard_id: Any = None
+    index: int | None = None
     call_loader: bool = False
+    shard_id: Any = None
+    parts: tuple[str, ...] = ()
     remark: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no further mapper is asked."""
+        return self.dropped or self.group is not None or self.call_loader
 
 
 class Mapper(Protocol):
@@ -72,21 +81,34 @@ class Mapper(Protocol):
 
 
 def claim_name(name: str, mappers: Sequence[Mapper], own: Container[str]) -> Claim:
-    """Ask each mapper in turn; a rename is handed on to those that follow, a group or a drop ends the matter."""
-    current, rules, remarks = name, (), []
+    """Ask each mapper in turn; a rename is handed on to those that follow, anything else ends the matter."""
+    current = Claim(name)
     for mapper in mappers:
-        if mapper.automatic and current in own:
+        if mapper.automatic and current.target in own:
             continue
-        claim = mapper.claim(current)
+        claim = mapper.claim(current.target)
         if claim is None:
             continue
-        rules += claim.rules
-        if claim.remark:
-            remarks.append(claim.remark)
-        if claim.dropped or claim.group is not None or claim.call_loader:
-            return Claim(
-                claim.target, rules, claim.dropped, claim.group, claim.slot, claim.index, claim.shard_id,
-                claim.call_loader, "; ".join(remarks),
-            )  # fmt: skip
-        current = claim.target
-    return Claim(current, rules, remark="; ".join(remarks))
+        current = replace(claim, rules=current.rules + claim.rules, remark=current.remark or claim.remark)
+        if current.is_final:
+            break
+    return current
+
+
+def natural_order(name: str) -> list[tuple[int, Any, int]]:
+    """A sort key in which ``layers.2`` comes before ``layers.10``, and ``shard_2`` before ``shard_10``."""
+    key: list[tuple[int, Any, int]] = []
+    for segment in name.split("."):
+        text = segment.rstrip("0123456789")
+        # Python refuses to read thousands of digits; what lies behind the first few decides nothing here.
+        number = int(segment[len(text) :][:_DIGITS] or -1)
+        key.append((1, text, number) if text else (0, "", number))
+    return key
+
+
+def as_index(text: str) -> int | None:
+    """The number that a segment is; None where it is none, or an absurd one."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS else None
+
+
+_DIGITS = 9

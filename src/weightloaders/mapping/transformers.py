@@ -11,11 +11,12 @@ import copy
 import functools
 import logging
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weightloaders.mapping.names import Claim, Group
+from weightloaders.mapping.dtypes import may_cast
+from weightloaders.mapping.names import Claim, Group, as_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
+
+
+class HasDtype(Protocol):
+    """A tensor, or what stands for one."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it is to have."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -45,29 +54,27 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def natural_order(name: str) -> list[tuple[int, Any]]:
-    """A sort key in which ``layers.2`` comes before ``layers.10``."""
-    return [(0, int(s)) if s.isdecimal() else (1, s) for s in name.split(".")]
-
-
 class ConversionMapper:
     """transformers' conversions for a model.
 
+    Names must be claimed in natural order: some of transformers' renames wait for a name that comes first.
+
     Args:
         model: A transformers model, on any device.
-        own: Its names with their tensors.
+        own: Its names, with what has the dtype that each is to have.
     """
 
     automatic = False
 
-    def __init__(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, own: Mapping[str, HasDtype]) -> None:
         self._model = model
-        self._own = dict(own)
+        self._own = own
         self._prefix = getattr(model, "base_model_prefix", "") or None
         self._rename: Any = None
         self._renamings: list[Any] = []
         self._converters: list[Any] = []
         self._by_pattern: dict[str, Any] = {}
+        self._indices: dict[str, re.Pattern[str]] = {}
         try:
             from transformers import conversion_mapping, core_model_loading
 
@@ -75,8 +82,9 @@ class ConversionMapper:
             self._renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
             self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
             self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
+            self._indices = {p: re.compile(_with_index(p)) for p in self._by_pattern if "*." in p}
             self._rename = core_model_loading.rename_source_key
-        except (ImportError, AttributeError, TypeError) as error:
+        except (ImportError, AttributeError, TypeError, re.error) as error:
             logger.warning("transformers' conversions are not used: this version keeps them elsewhere (%s)", error)
 
     def claim(self, name: str) -> Claim | None:
@@ -89,46 +97,43 @@ class ConversionMapper:
         if pattern is None:
             return None if renamed == name else Claim(renamed, (f"transformers: {name} -> {renamed}",))
         converter = self._by_pattern[pattern]
-        rule = f"transformers: {' + '.join(map(repr, converter.operations))}"
         group = Group(
             key=("transformers", renamed),
             slots=tuple(converter.source_patterns),
-            # Its operations take a list a pattern, of one tensor or of one an expert.
-            lists=(True,) * len(converter.source_patterns),
-            targets=(renamed,) if len(converter.target_patterns) == 1 else (),
+            lists=tuple(p in self._indices for p in converter.source_patterns),
+            # Of several only the first is known by name; without it transformers takes none of them.
+            targets=(renamed,),
             function=functools.partial(self._convert, converter=converter, target=renamed),
-            rule=rule,
-            indexed=any("*" in p for p in converter.source_patterns),
+            rule=f"transformers: {' + '.join(map(repr, converter.operations))}",
         )
-        index = _expert_index(name, pattern) if group.indexed else None
-        return Claim(
-            group=group,
-            slot=converter.source_patterns.index(pattern),
-            index=natural_order(name) if index is None else index,
-            rules=(rule,),
-        )
+        slot = converter.source_patterns.index(pattern)
+        index = self._index(name, pattern) if group.lists[slot] else None
+        return Claim(group=group, slot=slot, index=index, rules=(group.rule,))
+
+    def _index(self, name: str, pattern: str) -> int | None:
+        """The number that the pattern's ``*`` stands for in a name: the expert's."""
+        match = self._indices[pattern].search(name)
+        if match is not None:
+            return as_index(match["index"])
+        # The name was renamed before it met the pattern: the last number in front of the leaf is the expert's.
+        numbers = [n for segment in name.split(".") if (n := as_index(segment)) is not None]
+        return numbers[-1] if numbers else None
 
     def _convert(
-        self, tensors: Sequence[Sequence[torch.Tensor]], *, converter: Any, target: str
+        self, tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]], *, converter: Any, target: str
     ) -> dict[str, torch.Tensor]:
         run = copy.deepcopy(converter)
         wanted = self._own[target].dtype if target in self._own else None
         for pattern, parts in zip(run.source_patterns, tensors, strict=True):
-            for part in parts:
+            for part in [parts] if isinstance(parts, torch.Tensor) else parts:
                 # What is arithmetic is done in the model's dtype, as transformers does it; a plain move is cast later.
-                needs_cast = type(part) is torch.Tensor and wanted is not None and part.is_floating_point()
-                run.add_tensor(target, target, pattern, part.to(wanted) if needs_cast else part)
+                cast = type(part) is torch.Tensor and wanted is not None and may_cast(part.dtype, wanted)
+                run.add_tensor(target, target, pattern, part.to(wanted) if cast else part)
         results = run.convert(target, model=self._model, config=getattr(self._model, "config", None))
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 
-def _expert_index(name: str, pattern: str) -> int | None:
-    """The number that the pattern's ``*`` stands for in a name, e.g. the expert's."""
-    if "*" not in pattern:
-        return None
-    match = re.search(re.sub(r"\\\*", r"([^.]+)", re.escape(pattern.lstrip("^").rstrip("$"))), name)
-    if match is None:
-        # The name was renamed before it met the pattern: the last number in front of the leaf is the expert's.
-        numbers = [s for s in name.split(".") if s.isdecimal()]
-        return int(numbers[-1]) if numbers else None
-    return int(match.group(1)) if match.group(1).isdecimal() else None
+def _with_index(pattern: str) -> str:
+    """A pattern of transformers as a regular expression that tells what its ``*.`` stands for."""
+    first, _, rest = pattern.partition("*.")
+    return first + r"(?P<index>[^.]*)\." + rest.replace("*.", r".*\.")

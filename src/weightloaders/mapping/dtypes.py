@@ -1,0 +1,23 @@
+"""Which dtypes may become which."""
+
+from __future__ import annotations
+
+import torch
+
+# Casting among these is a matter of rounding; between any other two dtypes values would change their meaning.
+_PRECISION = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+def may_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether values of one dtype may become another: real floating point only, never 8-bit codes or integers."""
+    return source == target or (source in _PRECISION and target in _PRECISION)
+
+
+def narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast that may be made loses precision or range.
+
+    bfloat16 and float16 each hold numbers that the other does not.
+    """
+    if source == target:
+        return False
+    return {source, target} == {torch.bfloat16, torch.float16} or _PRECISION[source] > _PRECISION[target]

@@ -1,0 +1,124 @@
+"""`parse_rules`: rules from what a user gives, be it objects, a mapping, YAML or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from weightloaders.errors import RuleError
+from weightloaders.mapping.rules import Convert, Drop, Rename, Rule
+
+_FORM = (
+    "rules are a list of Rename, Drop and Convert objects, or a mapping with `rename:`, `drop:` and `convert:` "
+    "(from YAML, or the path of a YAML file)"
+)
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def parse_rules(value: Any) -> tuple[Rule, ...]:
+    """Rules from what a user gives: objects, a mapping in the YAML form, YAML text or the path of a YAML file.
+
+    Raises:
+        RuleError: If it is none of these, with the place at fault.
+    """
+    if isinstance(value, Path) or (isinstance(value, str) and _is_path(value)):
+        return _from_file(Path(value))
+    if isinstance(value, str):
+        return tuple(_rules(_parse_yaml(value, "the rules")))
+    return tuple(_rules(value))
+
+
+def _is_path(text: str) -> bool:
+    return "\n" not in text and (text.lower().endswith(_SUFFIXES) or ":" not in text)
+
+
+def _from_file(path: Path) -> tuple[Rule, ...]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise RuleError(f"the rules can't be read from {path}: {error}", file=path, hint=_FORM) from error
+    try:
+        return tuple(_rules(_parse_yaml(text, str(path))))
+    except RuleError as error:
+        error.file = error.file or str(path)
+        raise
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RuleError(f"{name}: this is no valid YAML: {error}", hint=_FORM) from error
+
+
+def _rules(value: Any) -> Iterator[Rule]:
+    if value is None:
+        return
+    if isinstance(value, Rename | Drop | Convert):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _from_mapping(value)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            if not isinstance(item, Rename | Drop | Convert | Mapping):
+                raise RuleError(f"this is no rule: {item!r}", hint=_FORM)
+            yield from _rules(item)
+    else:
+        raise RuleError(f"these are no rules: {value!r}", hint=_FORM)
+
+
+def _from_mapping(value: Mapping[Any, Any]) -> Iterator[Rule]:
+    unknown = sorted(str(key) for key in value if key not in ("rename", "drop", "convert"))
+    if unknown:
+        raise RuleError(
+            f"rules have no key {', '.join(map(repr, unknown))}; there are rename, drop, convert", hint=_FORM
+        )
+    for entry in _entries(value.get("rename"), "rename"):
+        for old, new in _pairs(entry):
+            yield Rename(_text(old, "rename"), _text(new, "rename"))
+    for entry in _entries(value.get("drop"), "drop"):
+        yield Drop(_text(entry, "drop"))
+    for entry in _entries(value.get("convert"), "convert"):
+        yield _conversion(entry)
+
+
+def _entries(value: Any, key: str) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, list):
+        return value
+    if isinstance(value, Mapping | str):
+        return [value]
+    raise RuleError(f"`{key}:` takes a list, not {value!r}", hint=_FORM)
+
+
+def _pairs(entry: Any) -> list[tuple[Any, Any]]:
+    if isinstance(entry, Mapping):
+        # Either one {old: ..., new: ...} or any number of old: new.
+        return [(entry["old"], entry["new"])] if set(entry) == {"old", "new"} else list(entry.items())
+    if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
+        return [(entry[0], entry[1])]
+    raise RuleError(f"`rename:` takes old names with new ones, not {entry!r}", hint="e.g. `rename: {backbone: model}`")
+
+
+def _text(value: Any, key: str) -> str:
+    # YAML reads an empty value as null, and a name of digits as a number.
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    raise RuleError(f"`{key}:` takes names, not {value!r}", hint="put quotes around it")
+
+
+def _conversion(entry: Any) -> Convert:
+    needed = {"sources", "targets", "function"}
+    if not isinstance(entry, Mapping) or not needed <= set(entry):
+        raise RuleError(
+            f"an entry of `convert:` needs sources, targets and function, not {entry!r}",
+            hint="e.g. {sources: [q, k, v], targets: qkv, function: fuse_qkv}; whatever else it has are sizes",
+        )
+    sizes = {str(key): value for key, value in entry.items() if key not in needed}
+    return Convert(entry["sources"], entry["targets"], entry["function"], **sizes)

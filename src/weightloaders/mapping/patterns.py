@@ -1,0 +1,136 @@
+"""`Pattern`: a dotted pattern that matches names by whole segments."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import TYPE_CHECKING
+
+from weightloaders.errors import RuleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+# Stands before a segment that a rule produced, while rules go over a name; no checkpoint's names contain it. Literal
+# text of a pattern doesn't match it, and so doesn't match what an earlier rule wrote.
+PRODUCED = "\x00"
+_CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+class Pattern:
+    """A dotted pattern, compiled.
+
+    ``*`` stands for one segment, ``**`` for any run of them, ``{name}`` captures a segment or a part of one.
+
+    Args:
+        text: The pattern.
+
+    Attributes:
+        names: What its wildcards are called, in order: captures by their name, ``*`` and ``**`` by their number.
+
+    Raises:
+        RuleError: If it is malformed.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise RuleError(f"a pattern is a string, not {text!r}")
+        self.text = text
+        self.segments = tuple(text.split(".")) if text else ()
+        self.names: list[str] = []
+        if "" in self.segments:
+            raise RuleError(f"the pattern {text!r} has an empty segment", hint="leave out dots at its ends")
+        # Names are matched with a dot at their end, so that every segment brings its own.
+        self._chunks = self._compiled_chunks()
+
+    def _compiled_chunks(self) -> list[str]:
+        """The segments as regular expressions, cut before each ``**``."""
+        chunks = [""]
+        for segment in self.segments:
+            if segment == "**":
+                chunks.append(self._numbered(r"(?:[^.]*\.)*?"))
+            elif segment == "*":
+                chunks[-1] += self._numbered(r"[^.]*") + r"\."
+            else:
+                chunks[-1] += self._literal(segment) + r"\."
+        return chunks
+
+    def _numbered(self, regex: str) -> str:
+        self.names.append(str(len(self.numbered) + 1))
+        return f"({regex})"
+
+    def _literal(self, segment: str) -> str:
+        parts = _CAPTURE.split(segment)
+        for text in parts[::2]:
+            if "*" in text:
+                raise RuleError(
+                    f"'*' stands for a whole segment, so {segment!r} in the pattern {self.text!r} means nothing",
+                    hint="capture a part of a segment by name, e.g. 'block{i}'",
+                )
+            if "{" in text or "}" in text:
+                raise RuleError(
+                    f"the braces in {segment!r} of the pattern {self.text!r} hold no name",
+                    hint="a capture is a word in braces, e.g. '{i}'",
+                )
+        for name in parts[1::2]:
+            if name in self.names:
+                raise RuleError(f"the pattern {self.text!r} captures {{{name}}} twice")
+            self.names.append(name)
+        # A capture that is only a part of a segment sees its text, so it must not match what a rule produced.
+        capture = "([^.]+)" if _CAPTURE.fullmatch(segment) else f"([^.{PRODUCED}]+?)"
+        return "".join(capture if at % 2 else re.escape(part) for at, part in enumerate(parts))
+
+    @property
+    def numbered(self) -> list[str]:
+        """The wildcards without a name, in order."""
+        return [name for name in self.names if name.isdecimal()]
+
+    def _regex(self, chunks: Sequence[str]) -> str:
+        # If anything matches, then what comes first behind a `**` does too, unless the end is still to be met. So no
+        # earlier choice need ever be taken back, and matching stays linear for any number of `**`.
+        first, *middle = chunks
+        return first + "".join(f"(?>{chunk})" for chunk in middle)
+
+    @functools.cached_property
+    def whole(self) -> re.Pattern[str]:
+        """Matches a whole name (with its final dot)."""
+        *chunks, last = self._chunks
+        body = self._regex(chunks) if chunks else ""
+        return re.compile(rf"{body}{last}\Z", re.DOTALL)
+
+    @functools.cached_property
+    def front(self) -> re.Pattern[str]:
+        """Matches the front of a name, by whole segments."""
+        return re.compile(self._regex(self._chunks), re.DOTALL)
+
+    @functools.cached_property
+    def anywhere(self) -> re.Pattern[str]:
+        """Matches segments side by side anywhere in a name."""
+        return re.compile(rf"(?:\A|(?<=\.)){self._regex(self._chunks)}", re.DOTALL)
+
+    def values(self, match: re.Match[str]) -> dict[str, str]:
+        """What each wildcard took."""
+        return dict(zip(self.names, (group.removesuffix(".") for group in match.groups()), strict=True))
+
+    def filled(self, values: Mapping[str, str], *, mark: bool = False) -> str:
+        """The pattern with its wildcards replaced; those without a value stay as they stand.
+
+        Args:
+            values: What each stands for, by name or number.
+            mark: Mark the segments that the pattern itself writes as `PRODUCED`.
+        """
+        return ".".join(self._filled_segments(values, PRODUCED if mark else ""))
+
+    def _filled_segments(self, values: Mapping[str, str], mark: str) -> Iterator[str]:
+        numbers = iter(self.numbered)
+        replace: Callable[[re.Match[str]], str] = lambda match: values.get(match[1], match[0])  # noqa: E731
+        for segment in self.segments:
+            if segment in ("*", "**"):
+                value = values.get(next(numbers), segment)
+                # `**` may have taken nothing.
+                if value or segment == "*":
+                    yield value
+            elif _CAPTURE.fullmatch(segment):
+                yield _CAPTURE.sub(replace, segment)
+            else:
+                yield mark + _CAPTURE.sub(replace, segment)

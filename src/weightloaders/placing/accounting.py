@@ -1,0 +1,233 @@
+"""What is left once everything has been placed: missing, unexpected, tied, cast; and what to do about it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from weightloaders.errors import SourceError
+from weightloaders.mapping import suggest
+from weightloaders.mapping.dtypes import narrows
+from weightloaders.placing import overlaps
+from weightloaders.placing.causes import cause_of_unexpected
+from weightloaders.plan import Finding, Severity, listed, step_infos, step_targets
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from weightloaders.placing.placing import Placing
+    from weightloaders.targets import Target
+    from weightloaders.weights.info import TensorInfo
+
+
+def settle(placing: Placing, infos: Mapping[str, TensorInfo]) -> None:
+    """Complete a plan once everything has been placed."""
+    plan = placing.plan
+    plan.unexpected = list(dict.fromkeys(plan.unexpected))
+    _settle_handed(placing)
+    _settle_shared_memory(placing)
+    _settle_missing(placing)
+    _settle_unexpected(placing, infos)
+    _settle_casts(placing)
+    plan.unfilled = list(dict.fromkeys(plan.unfilled))
+    if placing.filled or not placing.targets.by_name or not plan.ok:
+        return
+    if not infos:
+        plan.findings.append(Finding("nothing", "error", "the source holds no tensors"))
+        return
+    names, wanted = list(infos), list(placing.targets.by_name)
+    hint = cause_of_unexpected(names) or _mapping_hint(names, wanted) or (
+        f"the source's names begin like {names[0]!r}, the model's like {wanted[0]!r}: is it another model's checkpoint?"
+    )  # fmt: skip
+    message = f"nothing in the source fits this model: none of {len(names)} tensors was matched"
+    plan.findings.append(Finding("nothing", "error", message, (names[0],), hint=hint))
+
+
+def _settle_handed(placing: Placing) -> None:
+    """Parameters' own loaders must get all parts."""
+    for name, handed in placing.handed.items():
+        absent = [part for part in placing.parts.get(name, ()) if part not in handed] if "" not in handed else []
+        if not absent:
+            continue
+        severity = placing.policies.missing(name)
+        placing.plan.findings.append(
+            Finding(
+                "incomplete", severity,
+                f"of the parts of {name}, {listed(absent)} is missing; there is {listed(list(handed.values()))}",
+                (name,), hint="look for the missing part under another name, or in a shard that is absent",
+            )
+        )  # fmt: skip
+        placing.plan.missing.append(name)
+
+
+def _settle_shared_memory(placing: Placing) -> None:
+    """Parameters that lie in each other's memory must be meant to have the same values there."""
+    by_name = placing.targets.by_name
+    for cluster in overlaps.overlapping(by_name[name] for name in placing.filled):
+        known = [(target, info) for target in cluster if (info := placing.filled[target.name][0]) is not None]
+        try:
+            found = overlaps.contradiction(known) if len(known) > 1 else None
+        except SourceError as error:
+            placing.plan.findings.append(
+                Finding("conflict", "error", error.message, (cluster[0].name,), error.file, error.hint)
+            )
+            continue
+        if found is not None:
+            target, info = found
+            placing.plan.findings.append(
+                Finding(
+                    "conflict", "error",
+                    f"{listed([t.name for t in cluster])} share memory, but {info.name!r} has other values for it",
+                    (target.name,), hint=f"leave one out, e.g. with rules=[Drop({info.name!r})]",
+                )
+            )  # fmt: skip
+
+
+# ------------------------------------------------------------------ missing
+
+
+def _settle_missing(placing: Placing) -> None:
+    plan, targets, filled = placing.plan, placing.targets, placing.filled
+    through_others = _filled_through_others(placing)
+    computed: list[str] = []
+    excused: list[str] = []
+    absent: dict[Severity, list[str]] = defaultdict(list)
+    for name in targets.by_name:
+        canonical = targets.canonical[name]
+        if canonical in filled:
+            if canonical != name and filled[canonical][1] != name:
+                plan.tied.setdefault(name, canonical)
+        elif name in plan.tied:
+            continue
+        elif canonical in placing.spoilt:
+            plan.unfilled.append(name)
+        elif name in through_others:
+            plan.tied[name] = through_others[name]
+        elif targets.is_derived(name):
+            computed.append(name)
+        elif placing.ignore_missing is not None and placing.ignore_missing.search(name):
+            excused.append(name)
+        elif canonical == name:
+            absent[placing.policies.missing(name)].append(name)
+    for names, what in ((computed, "computed"), (excused, "initialised; the model says that this may be")):
+        plan.unfilled.extend(names)
+        if names:
+            plan.findings.append(
+                Finding("derived", "info", f"not in the source, but {what}: {listed(names)}", tuple(names))
+            )
+    for severity, names in absent.items():
+        plan.missing.extend(names)
+        plan.unfilled.extend(names)
+        plan.findings.append(_missing_finding(placing, severity, names))
+
+
+def _filled_through_others(placing: Placing) -> dict[str, str]:
+    """Names whose value comes with another's: declared ties, and views of memory that others fill entirely."""
+    targets, filled = placing.targets, placing.filled
+    result: dict[str, str] = {}
+    both: list[str] = []
+    for name, partners in targets.declared_partners().items():
+        present = [p for p in sorted(partners) if targets.canonical.get(p) in filled]
+        if not present or name not in targets.by_name:
+            continue
+        if targets.canonical[name] not in filled:
+            result[name] = present[0]
+        elif any(targets.canonical[p] != targets.canonical[name] for p in present):
+            both.append(name)
+    if both:
+        placing.plan.findings.append(
+            Finding(
+                "tied", "info",
+                f"the model ties {listed(both)}, and the source has each: they are tied if they turn out to be equal, "
+                "else both are kept",
+                tuple(both),
+            )
+        )  # fmt: skip
+    rest: list[Target] = [t for name, t in targets.by_name.items() if targets.canonical[name] not in filled]
+    return {**overlaps.covered(rest, (targets.by_name[name] for name in filled)), **result}
+
+
+def _missing_finding(placing: Placing, severity: Severity, names: list[str]) -> Finding:
+    plan, everything = placing.plan, placing.targets.by_name
+    message = (
+        f"{len(names)} of {len(everything)} parameters are not in the source: "
+        f"{listed(suggest.grouped(names, everything))}"
+    )
+    given_away = cause_of_unexpected(plan.unexpected)
+    hint = given_away or _mapping_hint(plan.unexpected, names)
+    if hint is None:
+        hint = "the checkpoint is incomplete: fetch or export it again" if placing.filled else ""
+        near = suggest.nearest(names[0], plan.unexpected)
+        if near is not None:
+            hint += f"{'; or ' if hint else ''}if {near!r} is what the model calls {names[0]!r}, rename it with a rule"
+        if placing.filled:
+            hint += f"; or have it initialised instead: on_missing={{{names[0]!r}: 'warn'}}"
+    return Finding("missing", severity, message, tuple(names), _neighbours_file(placing, names[0]), hint or None)
+
+
+def _mapping_hint(names: Sequence[str], wanted: Collection[str]) -> str | None:
+    """The exact rename that would make names those wanted, and what it would leave missing."""
+    rename = suggest.prefix_suggestion(names, wanted) if names else None
+    if rename is None:
+        return None
+    mended = {suggest.plainly_renamed(rename, name) for name in names}
+    rest = [name for name in wanted if name not in mended]
+    hint = f"the names differ by a prefix: load with rules=[Rename({str(rename.old)!r}, {rename.new!r})]"
+    return hint + (f"; still missing would be {listed(rest)}" if rest and len(rest) < len(wanted) else "")
+
+
+def _neighbours_file(placing: Placing, name: str) -> str | None:
+    """The file that the tensors next to a missing one come from: there it should have been, too."""
+    best, file = 0, None
+    for step in placing.plan.steps:
+        near = max(_common_segments(target.name, name) for target in step_targets(step))
+        if near > best:
+            found = next((info.extents[0].source.name for info in step_infos(step) if info.extents), None)
+            best, file = (near, found) if found is not None else (best, file)
+    return file
+
+
+def _common_segments(a: str, b: str) -> int:
+    count = 0
+    for one, other in zip(a.split("."), b.split("."), strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+# ------------------------------------------------------------------ unexpected, cast
+
+
+def _settle_unexpected(placing: Placing, infos: Mapping[str, TensorInfo]) -> None:
+    plan = placing.plan
+    by_severity: dict[Severity, list[str]] = defaultdict(list)
+    for name in plan.unexpected:
+        by_severity[placing.policies.unexpected(name)].append(name)
+    for severity, names in by_severity.items():
+        info = infos.get(names[0])
+        futile = placing.futile.get(names[0])
+        hint = cause_of_unexpected(names) or (f"{futile}, which the model does not have" if futile else None)
+        plan.findings.append(
+            Finding(
+                "unexpected", severity,
+                f"{len(names)} tensors of the source are not wanted by the model: "
+                f"{listed(suggest.grouped(names, infos))}",
+                tuple(names), info.extents[0].source.name if info is not None and info.extents else None, hint,
+            )
+        )  # fmt: skip
+
+
+def _settle_casts(placing: Placing) -> None:
+    by_pair: dict[tuple[Any, Any], list[str]] = defaultdict(list)
+    for name, pair in placing.plan.cast.items():
+        if narrows(*pair):
+            by_pair[pair].append(name)
+    for (stored, dtype), names in by_pair.items():
+        placing.plan.findings.append(
+            Finding(
+                "cast", "info",
+                f"{len(names)} parameters lose precision or range, from {stored} to {dtype}: {listed(names)}",
+                tuple(names),
+            )
+        )  # fmt: skip

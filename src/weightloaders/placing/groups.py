@@ -1,0 +1,147 @@
+"""`GroupState`: the tensors of a group as they are found, and what its function makes of them, without reading any."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from weightloaders.errors import RuleError, WeightLoadersError
+from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable
+from weightloaders.plan import Piece, listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from weightloaders.mapping.names import Group
+    from weightloaders.weights.info import TensorInfo
+
+
+@dataclass(slots=True)
+class GroupState:
+    """The sources of a group found so far.
+
+    Attributes:
+        group: The group.
+        members: For each slot pairs of index (None where the slot takes just one tensor) and tensor.
+        rules: The rules that led here, for the report.
+    """
+
+    group: Group
+    members: list[list[tuple[int | None, TensorInfo]]]
+    rules: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, group: Group) -> GroupState:
+        """An empty one."""
+        return cls(group, [[] for _ in group.slots])
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """All sources, in the order in which the function gets them."""
+        return [
+            info for argument in self.arguments() for info in (argument if isinstance(argument, tuple) else [argument])
+        ]
+
+    def problem(self) -> str | None:
+        """Why the function can't be run: parts missing, twice, or indices that are not 0 to E-1."""
+        title = listed(self.group.targets)
+        absent = [slot for slot, members in zip(self.group.slots, self.members, strict=True) if not members]
+        if absent:
+            present = [info.name for members in self.members for _, info in members]
+            return f"of the parts of {title}, {listed(absent)} is missing; there is {listed(present)}"
+        counts = {}
+        for slot, is_list, members in zip(self.group.slots, self.group.lists, self.members, strict=True):
+            if is_list:
+                counts[slot] = len(members)
+                fault = _index_fault(members)
+                if fault is not None:
+                    return f"of the {len(members)} tensors {slot} for {title}, {fault}"
+            elif len(members) > 1:
+                return f"{listed([info.name for _, info in members])} all take the place of {slot} in {title}"
+        if len(set(counts.values())) > 1:
+            numbers = ", ".join(f"{count} of {slot}" for slot, count in counts.items())
+            return f"the parts of {title} don't pair: there are {numbers}"
+        return None
+
+    def arguments(self) -> list[TensorInfo | tuple[TensorInfo, ...]]:
+        """What the function gets: one source a slot, or a tuple of them in index order."""
+        return [
+            tuple(info for _, info in sorted(members, key=lambda member: member[0] or 0)) if is_list else members[0][1]
+            for is_list, members in zip(self.group.lists, self.members, strict=True)
+            if members
+        ]
+
+
+def _index_fault(members: Sequence[tuple[int | None, TensorInfo]]) -> str | None:
+    """What keeps indices from being 0 to E-1."""
+    last = -1
+    for index, info in sorted(members, key=lambda member: -1 if member[0] is None else member[0]):
+        if index is None:
+            return f"{info.name!r} has no index"
+        if index == last:
+            return f"the index {index} comes twice: in {info.name!r} too"
+        if index != last + 1:
+            return f"the index {last + 1} is missing: next is {info.name!r}"
+        last = index
+    return None
+
+
+class Outcome(NamedTuple):
+    """What a group's function makes of its sources.
+
+    Attributes:
+        results: Target name -> a tensor without values, or None where its shape is not known before it is computed.
+        computed: Why it must be computed; empty where it is a mere rearrangement (then results are symbols).
+    """
+
+    results: Mapping[str, torch.Tensor | None]
+    computed: str = ""
+
+
+def run_without_values(state: GroupState) -> Outcome:
+    """Run a group's function on symbols, and where that can't be, on tensors without values.
+
+    Raises:
+        RuleError: If the function can't be applied to tensors of these shapes.
+    """
+    numbers = {id(info): number for number, info in enumerate(state.infos)}
+    try:
+        results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
+        if not all(isinstance(result, SymbolicTensor) for result in results.values()):
+            raise Untraceable("a result that does not come from the source")
+        return Outcome(results)
+    except WeightLoadersError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- whatever foreign code does with a symbol, real tensors decide
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    try:
+        return Outcome(_run(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta")), reason)
+    except WeightLoadersError:
+        raise
+    except Exception as error:
+        # Whatever torch says about code that asks for the values of tensors without any, it names the meta device.
+        if re.search(r"\bmeta\b", str(error), re.IGNORECASE):
+            return Outcome(dict.fromkeys(state.group.targets), f"it looks at values: {reason}")
+        shapes = [f"{list(info.shape)} {info.dtype}" for info in state.infos]
+        raise RuleError(
+            f"{state.group.rule} can't be applied to tensors of shapes {listed(shapes)}: {error}",
+            hint="check the rule's sizes against the model's config",
+        ) from error
+
+
+def _run(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    arguments: list[Any] = [
+        [make(info) for info in argument] if isinstance(argument, tuple) else make(argument)
+        for argument in state.arguments()
+    ]
+    return state.group.function(arguments)
+
+
+def pieces_of(symbol: SymbolicTensor, infos: Sequence[TensorInfo]) -> tuple[Piece, ...]:
+    """Where the elements of a traced result come from."""
+    return tuple(
+        Piece(infos[run.source], run.start, at, run.length) for run, at in zip(symbol.runs, symbol.starts, strict=False)
+    )

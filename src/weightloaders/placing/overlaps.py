@@ -1,0 +1,86 @@
+"""Parameters that share memory without being one and the same: views of a larger one, transposed ties."""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightloaders.targets import Span, Target, memory_span
+from weightloaders.weights.reading import memory_of, read_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from weightloaders.weights.info import TensorInfo
+
+
+def _spans(targets: Iterable[Target]) -> list[tuple[Span, Target]]:
+    spans = [(span, target) for target in targets if (span := memory_span(target.tensor)) is not None]
+    return sorted(spans, key=lambda pair: pair[0])
+
+
+def covered(targets: Iterable[Target], fillers: Iterable[Target]) -> dict[str, str]:
+    """Which targets get their values with the memory of others, and with whose.
+
+    Args:
+        targets: Those in question.
+        fillers: Those that are filled.
+    """
+    wanted = _spans(targets)
+    if not wanted:
+        return {}
+    # Neighbours make up one piece of memory; a sparse one leaves gaps, so nothing can be said of what lies in it.
+    pieces: list[tuple[str, int, int, str]] = []
+    for span, filler in _spans(fillers):
+        if not span.dense:
+            continue
+        if pieces and pieces[-1][0] == span.device and span.start <= pieces[-1][2]:
+            device, start, end, name = pieces[-1]
+            pieces[-1] = (device, start, max(end, span.end), name)
+        else:
+            pieces.append((span.device, span.start, span.end, filler.name))
+    result = {}
+    for span, target in wanted:
+        at = bisect.bisect_right(pieces, (span.device, span.start, float("inf"), "")) - 1
+        if at >= 0 and pieces[at][0] == span.device and span.end <= pieces[at][2]:
+            result[target.name] = pieces[at][3]
+    return result
+
+
+def overlapping(targets: Iterable[Target]) -> Iterator[list[Target]]:
+    """Sets of targets of which each shares memory with another of the set."""
+    cluster: list[Target] = []
+    device, end = "", 0
+    for span, target in _spans(targets):
+        if span.device != device or span.start >= end:
+            if len(cluster) > 1:
+                yield cluster
+            cluster, device, end = [], span.device, span.end
+        cluster.append(target)
+        end = max(end, span.end)
+    if len(cluster) > 1:
+        yield cluster
+
+
+def contradiction(cluster: Sequence[tuple[Target, TensorInfo]]) -> tuple[Target, TensorInfo] | None:
+    """The first of some targets with common memory that would not have its source's values after all were filled.
+
+    Reads all of the sources.
+    """
+    spans = [span for target, _ in cluster if (span := memory_span(target.tensor)) is not None]
+    first = min(span.start for span in spans)
+    memory = torch.zeros(max(span.end for span in spans) - first, dtype=torch.uint8)
+    views = []
+    for (target, info), span in zip(cluster, spans, strict=True):
+        start, dtype = span.start - first, target.tensor.dtype
+        typed = memory[start : span.end - first].view(dtype)
+        views.append((target, info, typed.as_strided(target.shape, target.tensor.stride())))
+    for _, info, view in views:
+        view.copy_(read_tensor(info))
+    for target, info, view in views:
+        there, wanted = view.contiguous(), read_tensor(info).to(view.dtype).contiguous()
+        if memory_of(there) != memory_of(wanted):
+            return target, info
+    return None

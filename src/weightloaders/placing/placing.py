@@ -1,0 +1,272 @@
+"""`Placing`: holds tensors, one by one, against what a model wants, and keeps the account."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from weightloaders.errors import SourceError, WeightLoadersError
+from weightloaders.mapping.dtypes import may_cast
+from weightloaders.mapping.symbolic import SymbolicTensor
+from weightloaders.placing.accounting import settle
+from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
+from weightloaders.placing.groups import GroupState, pieces_of, run_without_values
+from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Piece, Policies
+from weightloaders.weights.reading import read_tensor, same_values
+
+if TYPE_CHECKING:
+    import re
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from weightloaders.mapping.names import Claim
+    from weightloaders.targets import Target, Targets
+    from weightloaders.weights.info import TensorInfo
+
+
+class Placing:
+    """Holds tensors, one by one, against what a model wants, and keeps the account.
+
+    A catalogue is placed at once; a stream is placed as it comes.
+
+    Args:
+        targets: What the model wants filled.
+        policies: What is done about what doesn't fit.
+        ignore_missing: Names that may be missing, by the model's own word.
+        ignore_unexpected: Names that may be unexpected, by the model's own word.
+
+    Attributes:
+        plan: What has been found so far.
+        filled: Name of a memory (see `Targets.canonical`) -> the source that fills it, where just one does, and the
+            name it came under.
+        spoilt: Memories that something was meant for and did not fit: they are not missing a second time.
+        handed: Target -> name of a part -> the source handed to the parameter's own loader for it.
+        parts: Target -> the parts that its own loader is to get.
+        futile: Source -> what a rule would have made of it, had the model a place for that.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        policies: Policies,
+        ignore_missing: re.Pattern[str] | None = None,
+        ignore_unexpected: re.Pattern[str] | None = None,
+    ) -> None:
+        self.targets = targets
+        self.policies = policies
+        self.ignore_missing = ignore_missing
+        self.ignore_unexpected = ignore_unexpected
+        self.plan = LoadPlan()
+        self.filled: dict[str, tuple[TensorInfo | None, str]] = {}
+        self.spoilt: set[str] = set()
+        self.handed: dict[str, dict[str, str]] = {}
+        self.parts: dict[str, tuple[str, ...]] = {}
+        self.futile: dict[str, str] = {}
+        self._partners = targets.declared_partners()
+
+    def place(self, name: str, info: TensorInfo, rules: tuple[str, ...]) -> None:
+        """A tensor that is to fill the target of this name as it is."""
+        target = self.targets.by_name.get(name)
+        if target is None:
+            self._unwanted(info.name, name)
+            return
+        canonical = self.targets.canonical[name]
+        if not self._fits(target, info.shape, info.dtype, info):
+            self.spoilt.add(canonical)
+        elif canonical in self.filled:
+            self._second_source(target, info)
+        elif not self._comes_with_partner(target, info):
+            self._note_cast(target, info.dtype, info)
+            self.filled[canonical] = (info, info.name)
+            pieces = (Piece(info, 0, 0, info.numel),) if info.numel else ()
+            self.plan.steps.append(CopyStep(target, pieces, rules))
+
+    def _comes_with_partner(self, target: Target, info: TensorInfo) -> bool:
+        """Whether a declared tie's other name is filled from the very same bytes (as torch's own files have it)."""
+        for partner in self._partners.get(target.name, ()):
+            other = self.filled.get(self.targets.canonical.get(partner, ""), (None, ""))[0]
+            if other is not None and info.extents and (info.extents, info.dtype) == (other.extents, other.dtype):
+                self.plan.tied[target.name] = partner
+                return True
+        return False
+
+    def hand_over(self, info: TensorInfo, claim: Claim) -> None:
+        """A tensor that the parameter's own loader is to take, whole or as one of its parts."""
+        target = self.targets.by_name[claim.target]
+        part = claim.parts[claim.slot] if claim.parts else ""
+        handed = self.handed.setdefault(target.name, {})
+        other = handed.get(part) or handed.get("") or ("" if part else next(iter(handed.values()), ""))
+        if other:
+            self._conflict(target, info, other)
+            return
+        canonical = self.targets.canonical[target.name]
+        before, _ = self.filled.get(canonical, (None, ""))
+        if before is not None and before.extents and info.extents:
+            # Tied, and its other name has been placed.
+            self._second_source(target, info)
+            return
+        handed[part] = info.name
+        self.parts[target.name] = claim.parts
+        self.plan.steps.append(CallStep(target, info, claim.shard_id, claim.rules))
+        self.filled.setdefault(canonical, (None if part else info, info.name))
+
+    def _second_source(self, target: Target, info: TensorInfo) -> None:
+        """One memory, two sources: fine where they are equal, an error where they are not."""
+        canonical = self.targets.canonical[target.name]
+        other, other_name = self.filled[canonical]
+        try:
+            equal = other is not None and _agree(info, other, target.dtype)
+        except SourceError as error:
+            self.plan.findings.append(Finding("conflict", "error", error.message, (info.name,), error.file, error.hint))
+            return
+        if not equal:
+            self._conflict(target, info, other_name)
+        elif target.name != canonical:
+            self.plan.tied[target.name] = canonical
+
+    def _conflict(self, target: Target, info: TensorInfo, other: str) -> None:
+        tied = self.targets.tied_to(target.name)
+        self.plan.findings.append(
+            Finding(
+                "conflict", "error",
+                f"both {other!r} and {info.name!r} would fill {target.name!r}, and their values are not the same"
+                + (f" (the model ties it to {', '.join(tied)})" if tied else ""),
+                (info.name, other), file_of(info),
+                f"leave one out, e.g. with rules=[Drop({info.name!r})]"
+                + (", or untie the model's parameters" if tied else ""),
+            )
+        )  # fmt: skip
+
+    def _unwanted(self, source: str, name: str, futile: str = "") -> None:
+        """A tensor that the model has no place for, under the name that it came to."""
+        patterns = self.ignore_unexpected
+        if any(self.targets.is_derived(n) or (patterns is not None and patterns.search(n)) for n in (source, name)):
+            self.plan.ignored.append(source)
+            return
+        self.plan.unexpected.append(source)
+        if futile:
+            self.futile[source] = futile
+
+    def _fits(self, target: Target, shape: Sequence[int], dtype: torch.dtype, info: TensorInfo, of: str = "") -> bool:
+        shape, wanted = tuple(shape), target.shape
+        # A scalar in a file and a parameter of one element are the same thing.
+        if shape != wanted and {shape, wanted} != {(), (1,)}:
+            kind, (cause, hint) = "shape", cause_of_shape(target, shape, dtype)
+            message = f"{target.name}: the source has {list(shape)}{of}, the model wants {list(wanted)}{cause}"
+        elif not may_cast(dtype, target.dtype):
+            kind, (cause, hint) = "dtype", cause_of_dtype(dtype, target)
+            message = f"{target.name}: {cause}"
+        else:
+            return True
+        severity = self.policies.mismatched(target.name)
+        if is_placeholder(shape, wanted) and 0 in shape:
+            # There is nothing in it, so nothing that a policy could let pass as a tensor of another size.
+            severity = "error"
+        if target.name not in self.plan.mismatched:
+            self.plan.mismatched.append(target.name)
+        self.plan.findings.append(Finding(kind, severity, message, (target.name,), file_of(info), hint))
+        return False
+
+    def _note_cast(self, target: Target, dtype: torch.dtype, info: TensorInfo) -> None:
+        stored = stored_dtype(info)
+        if stored != target.dtype or dtype != target.dtype:
+            self.plan.cast[target.name] = (stored, target.dtype)
+
+    # -- groups
+
+    def place_group(self, state: GroupState) -> None:
+        """Tensors that become others together."""
+        members = [info for slot in state.members for _, info in slot]
+        known = [name for name in state.group.targets if name in self.targets.by_name]
+        if not known:
+            result = state.group.targets[0] if state.group.targets else ""
+            for info in members:
+                self._unwanted(info.name, result, f"{state.group.rule} would make {result!r} of it")
+            return
+        problem = state.problem()
+        if problem is not None:
+            self._incomplete(known, problem, members)
+            return
+        try:
+            steps = self._steps_of(state)
+        except WeightLoadersError as error:
+            self.plan.findings.append(
+                Finding("rule", "error", error.message, tuple(known), file_of(members[0]), error.hint)
+            )
+            self.spoilt.update(self.targets.canonical[name] for name in known)
+            return
+        self.plan.steps.extend(steps)
+
+    def _incomplete(self, known: Sequence[str], problem: str, members: Sequence[TensorInfo]) -> None:
+        severities = {self.policies.missing(name) for name in known}
+        severity = next(s for s in ("error", "warning", "info") if s in severities)
+        self.plan.findings.append(
+            Finding(
+                "incomplete", severity, problem, tuple(known), next(filter(None, map(file_of, members)), None),
+                "look for the missing part under another name, or in a shard that is absent",
+            )
+        )  # fmt: skip
+        self.plan.missing.extend(known)
+        self.spoilt.update(self.targets.canonical[name] for name in known)
+
+    def _steps_of(self, state: GroupState) -> list[CopyStep | ComputeStep]:
+        infos = state.infos
+        results, computed = run_without_values(state)
+        taken: dict[str, Target] = {}
+        for name, result in results.items():
+            target = self.targets.by_name.get(name)
+            if target is None:
+                self._unwanted(name, name, f"{state.group.rule} makes it")
+            elif self._takes(target, result, infos):
+                taken[name] = target
+        if computed:
+            arguments = tuple(state.arguments())
+            return [ComputeStep(taken, arguments, state.group.function, state.rules, computed)] if taken else []
+        return [
+            CopyStep(target, pieces_of(symbol, infos), state.rules)
+            for name, target in taken.items()
+            if isinstance(symbol := results[name], SymbolicTensor)
+        ]
+
+    def _takes(self, target: Target, result: torch.Tensor | None, infos: Sequence[TensorInfo]) -> bool:
+        """Whether a group's result fits its target, and nothing else fills that."""
+        canonical = self.targets.canonical[target.name]
+        of = f" (made of {len(infos)} tensors)" if len(infos) > 1 else ""
+        if result is not None and not self._fits(target, result.shape, result.dtype, infos[0], of):
+            self.spoilt.add(canonical)
+            return False
+        if canonical in self.filled:
+            self._conflict(target, infos[0], self.filled[canonical][1])
+            return False
+        if result is not None:
+            self._note_cast(target, result.dtype, infos[0])
+        self.filled[canonical] = (None, infos[0].name)
+        return True
+
+    # -- what is left
+
+    def finish(self, infos: Mapping[str, TensorInfo]) -> None:
+        """Everything has been placed: what is missing, what is unexpected, and whether anything fitted at all.
+
+        Args:
+            infos: The catalogue.
+        """
+        settle(self, infos)
+
+
+def file_of(info: TensorInfo) -> str | None:
+    """The file a tensor lies in, if it lies in one."""
+    return info.extents[0].source.name if info.extents else None
+
+
+def stored_dtype(info: TensorInfo) -> torch.dtype:
+    """The dtype of a tensor's bytes in its source."""
+    return info.extents[0].stored_dtype if info.is_raw and info.extents else info.dtype
+
+
+def _agree(a: TensorInfo, b: TensorInfo, dtype: torch.dtype) -> bool:
+    """Whether two sources of one parameter come to the same there."""
+    if a.dtype == b.dtype:
+        return same_values(a, b)
+    one: Any = read_tensor(a).to(dtype)
+    return a.shape == b.shape and bool(one.equal(read_tensor(b).to(dtype)))
