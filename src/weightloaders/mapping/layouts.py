@@ -6,6 +6,7 @@ model's config (`sizes_from_config`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,15 +125,21 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
 
 
 def sizes_from_config(config: Any, wanted: Sequence[str]) -> dict[str, int]:
-    """Sizes that a model's config tells: ``heads``, ``kv_heads``, ``head_dim``; those it doesn't are left out."""
-    if config is None:
-        return {}
+    """Sizes that a model's config tells: ``heads``, ``kv_heads``, ``head_dim``; those it doesn't are left out.
+
+    Args:
+        config: A transformers config, any object with its attributes, a mapping, or None.
+        wanted: Which sizes.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", None)
-    hidden = getattr(text, "hidden_size", None)
+
+    def told(name: str) -> Any:
+        return text.get(name) if isinstance(text, Mapping) else getattr(text, name, None)
+
+    heads, hidden = told("num_attention_heads"), told("hidden_size")
     sizes = {
         "heads": heads,
-        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or (hidden // heads if hidden and heads else None),
+        "kv_heads": told("num_key_value_heads") or heads,
+        "head_dim": told("head_dim") or (hidden // heads if hidden and heads else None),
     }
     return {name: value for name, value in sizes.items() if name in wanted and isinstance(value, int)}

@@ -9,12 +9,26 @@ from typing import TYPE_CHECKING
 from weightloaders.errors import RuleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-# Stands before a segment that a rule produced, while rules go over a name; no checkpoint's names contain it. Literal
-# text of a pattern doesn't match it, and so doesn't match what an earlier rule wrote.
-PRODUCED = "\x00"
+# While rules go over a name, the segments that a rule wrote are moved up to this plane of private characters, which no
+# checkpoint's names contain. There wildcards still match them, but literal text doesn't.
+_HIDING_PLACE = 0xF0000
+_HIDEABLE = 0xF000
+_HIDDEN = "\U000f0000-\U000fffff"
 _CAPTURE = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+def hidden(text: str) -> str:
+    """Text that a rule wrote, as no literal text of a later rule matches it."""
+    return "".join(chr(ord(c) + _HIDING_PLACE) if ord(c) < _HIDEABLE else c for c in text)
+
+
+def shown(text: str) -> str:
+    """Text with all that was hidden as it is to be read."""
+    if text.isascii():
+        return text
+    return "".join(chr(ord(c) - _HIDING_PLACE) if _HIDING_PLACE <= ord(c) < 0x100000 else c for c in text)
 
 
 class Pattern:
@@ -76,8 +90,8 @@ class Pattern:
             if name in self.names:
                 raise RuleError(f"the pattern {self.text!r} captures {{{name}}} twice")
             self.names.append(name)
-        # A capture that is only a part of a segment sees its text, so it must not match what a rule produced.
-        capture = "([^.]+)" if _CAPTURE.fullmatch(segment) else f"([^.{PRODUCED}]+?)"
+        # A part of a segment can be captured only where its text may be seen.
+        capture = "([^.]+)" if _CAPTURE.fullmatch(segment) else f"([^.{_HIDDEN}]+?)"
         return "".join(capture if at % 2 else re.escape(part) for at, part in enumerate(parts))
 
     @property
@@ -112,25 +126,26 @@ class Pattern:
         """What each wildcard took."""
         return dict(zip(self.names, (group.removesuffix(".") for group in match.groups()), strict=True))
 
-    def filled(self, values: Mapping[str, str], *, mark: bool = False) -> str:
+    def filled(self, values: Mapping[str, str], *, hide: bool = False) -> str:
         """The pattern with its wildcards replaced; those without a value stay as they stand.
 
         Args:
             values: What each stands for, by name or number.
-            mark: Mark the segments that the pattern itself writes as `PRODUCED`.
+            hide: Hide the segments that the pattern itself writes.
         """
-        return ".".join(self._filled_segments(values, PRODUCED if mark else ""))
+        return ".".join(self._filled_segments(values, hide))
 
-    def _filled_segments(self, values: Mapping[str, str], mark: str) -> Iterator[str]:
+    def _filled_segments(self, values: Mapping[str, str], hide: bool) -> Iterator[str]:
         numbers = iter(self.numbered)
-        replace: Callable[[re.Match[str]], str] = lambda match: values.get(match[1], match[0])  # noqa: E731
         for segment in self.segments:
+            capture = _CAPTURE.fullmatch(segment)
             if segment in ("*", "**"):
                 value = values.get(next(numbers), segment)
                 # `**` may have taken nothing.
                 if value or segment == "*":
                     yield value
-            elif _CAPTURE.fullmatch(segment):
-                yield _CAPTURE.sub(replace, segment)
+            elif capture is not None:
+                yield values.get(capture[1], segment)
             else:
-                yield mark + _CAPTURE.sub(replace, segment)
+                written = _CAPTURE.sub(lambda match: values.get(match[1], match[0]), segment)
+                yield hidden(written) if hide else written

@@ -23,7 +23,7 @@ import torch
 from weightloaders.errors import RuleError
 from weightloaders.mapping.layouts import LAYOUTS, sizes_from_config
 from weightloaders.mapping.names import Claim, Group, as_index
-from weightloaders.mapping.patterns import PRODUCED, Pattern
+from weightloaders.mapping.patterns import Pattern, hidden, shown
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Rename:
         return f"rename {old!r} -> {self.new!r}"
 
     def apply(self, name: str) -> str | None:
-        """The new name, with the segments that this rule wrote marked; None where the rule doesn't match."""
+        """The new name, with the segments that this rule wrote hidden; None where the rule doesn't match."""
         if self._patterns is None:
             return self._substituted(name)
         old, new = self._patterns
@@ -75,7 +75,7 @@ class Rename:
         match = old.whole.match(dotted) or old.front.match(dotted)
         if match is None:
             return None
-        front = new.filled(old.values(match), mark=True)
+        front = new.filled(old.values(match), hide=True)
         # A name that would be stripped as a whole is not what the prefix was meant for.
         return ".".join(part for part in (front, dotted[match.end() :].removesuffix(".")) if part) or None
 
@@ -89,7 +89,7 @@ class Rename:
         segments = []
         for segment in renamed.split("."):
             kept[segment] -= 1
-            segments.append(segment if kept[segment] >= 0 or segment.startswith(PRODUCED) else PRODUCED + segment)
+            segments.append(segment if kept[segment] >= 0 else hidden(segment))
         return ".".join(segments)
 
 
@@ -392,7 +392,7 @@ class RuleMapper:
                 self._unused.pop(id(rename), None)
                 applied.append(f"{rename}{self._suffix}")
                 current = renamed
-        return current.replace(PRODUCED, ""), applied
+        return shown(current), applied
 
     def _does_harm(self, name: str, targets: Sequence[str]) -> bool:
         """Whether a rule leads from a name that the model has to none that it has."""

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from weightloaders.mapping.names import Claim
-from weightloaders.mapping.patterns import PRODUCED
+from weightloaders.mapping.patterns import shown
 from weightloaders.mapping.rules import Rename
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class FirstFitMapper:
 def plainly_renamed(rename: Rename, name: str) -> str | None:
     """What a rename makes of a name, as it is to be read; None where it doesn't match."""
     renamed = rename.apply(name)
-    return None if renamed is None else renamed.replace(PRODUCED, "")
+    return None if renamed is None else shown(renamed)
 
 
 def known_prefixes(base_model_prefix: str | None) -> list[Rename]:

@@ -1,0 +1,748 @@
+"""Rules of names and layouts: patterns, what each kind of rule does, their YAML form, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightloaders import Convert, Drop, Rename, load_into, plan_load
+from weightloaders.errors import RuleError
+from weightloaders.mapping.names import claim_name, natural_order
+from weightloaders.mapping.parsing import parse_rules
+from weightloaders.mapping.patterns import Pattern
+from weightloaders.mapping.rules import RuleMapper
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from weightloaders.plan import LoadPlan
+
+
+def renamed(name: str, *rules: Any, own: tuple[str, ...] = ()) -> str:
+    """What rules make of a name, for a model that has some names."""
+    return claim_name(name, [RuleMapper(rules, own)], own).target
+
+
+class Model(torch.nn.Module):
+    """A module with parameters of any dotted names."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, leaf = name.split("__")
+            module: torch.nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            module.register_parameter(leaf, torch.nn.Parameter(torch.zeros(shape)))
+
+
+def plan(model: torch.nn.Module, tensors: dict[str, torch.Tensor], *rules: Any, **options: Any) -> LoadPlan:
+    return plan_load(model, tensors, rules=list(rules), **options)
+
+
+def load(model: torch.nn.Module, tensors: dict[str, torch.Tensor], *rules: Any, **options: Any) -> Any:
+    return load_into(model, tensors, rules=list(rules), progress=False, **options)
+
+
+def counted(*shape: int, start: int = 0) -> torch.Tensor:
+    tensor = torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32)
+    return tensor.reshape(shape)
+
+
+# ------------------------------------------------------------------ patterns
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "values"),
+    [
+        ("a.b", "a.b", {}),
+        ("a.*", "a.b", {"1": "b"}),
+        ("*.*", "a.b", {"1": "a", "2": "b"}),
+        ("**", "a.b.c", {"1": "a.b.c"}),
+        ("**.c", "a.b.c", {"1": "a.b"}),
+        ("**.c", "c", {"1": ""}),
+        ("a.**.c", "a.c", {"1": ""}),
+        ("a.**.c.*", "a.x.c.y.c.z", {"1": "x.c.y", "2": "z"}),
+        ("**.b.**.d", "a.b.c.b.d.d", {"1": "a", "2": "c.b.d"}),
+        ("layers.{i}.w", "layers.12.w", {"i": "12"}),
+        ("block{i}.w", "block7.w", {"i": "7"}),
+        ("h{a}x{b}.w", "h1x2x3.w", {"a": "1", "b": "2x3"}),
+        ("{name}.w", "a_b.w", {"name": "a_b"}),
+        ("a(b.c+", "a(b.c+", {}),
+    ],
+)
+def test_a_pattern_matches_whole_names_segment_by_segment(pattern: str, name: str, values: dict[str, str]) -> None:
+    compiled = Pattern(pattern)
+    match = compiled.whole.match(name + ".")
+    assert match is not None
+    assert compiled.values(match) == values
+    assert compiled.filled(values) == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("a", "ab"),
+        ("a", "a.b"),
+        ("a.*", "a"),
+        ("a.*", "a.b.c"),
+        ("a.b", "aXb"),
+        ("layers.{i}", "layers.1.2"),
+        ("block{i}", "block"),
+        ("**.c", "a.bc"),
+        ("a.**.c", "ac"),
+    ],
+)
+def test_a_pattern_never_matches_part_of_a_segment(pattern: str, name: str) -> None:
+    assert Pattern(pattern).whole.match(name + ".") is None
+
+
+@given(
+    st.lists(st.sampled_from("ab"), min_size=1, max_size=7),
+    st.lists(st.sampled_from(["a", "b", "*", "**"]), min_size=1, max_size=5),
+)
+def test_a_pattern_matches_what_its_definition_says(name: list[str], pattern: list[str]) -> None:
+    def matches(pattern: list[str], name: list[str]) -> bool:
+        if not pattern:
+            return not name
+        if pattern[0] == "**":
+            return any(matches(pattern[1:], name[taken:]) for taken in range(len(name) + 1))
+        return bool(name) and pattern[0] in ("*", name[0]) and matches(pattern[1:], name[1:])
+
+    compiled, text = Pattern(".".join(pattern)), ".".join(name)
+    match = compiled.whole.match(text + ".")
+    assert (match is not None) == matches(pattern, name)
+    if match is not None:
+        assert compiled.filled(compiled.values(match)) == text
+    fronts = [matches(pattern, name[:end]) for end in range(len(name) + 1)]
+    assert (compiled.front.match(text + ".") is not None) == any(fronts)
+    inside = [matches(pattern, name[start:end]) for start in range(len(name)) for end in range(start, len(name) + 1)]
+    assert (compiled.anywhere.search(text + ".") is not None) == any(inside)
+
+
+def test_many_wildcards_on_a_long_name_take_no_time() -> None:
+    # Backtracking over five `**` would try some 10**14 ways.
+    long = ".".join(["a"] * 2000)
+    start = time.process_time()
+    assert Pattern("**.a.**.a.**.a.**.a.**.b").whole.match(long + ".") is None
+    assert not Drop("a.**.a.**.a.**.c").matches(long)
+    assert renamed(long, Rename("**.b.**.c.**.d", "x")) == long
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("a.b*", "whole segment"),
+        ("a.{i.w", "hold no name"),
+        ("a.{}", "hold no name"),
+        ("a.{1}", "hold no name"),
+        ("{i}.{i}", "captures {i} twice"),
+        ("a..b", "empty segment"),
+        (".a", "empty segment"),
+        ("a.", "empty segment"),
+    ],
+)
+def test_a_malformed_pattern_is_refused_when_the_rule_is_made(pattern: Any, message: str) -> None:
+    for make in (lambda: Rename(pattern, ""), lambda: Drop(pattern), lambda: Convert(pattern, "x", "transpose")):
+        with pytest.raises(RuleError, match=re.escape(message)):
+            make()
+
+
+@pytest.mark.parametrize("pattern", [None, 3, b"a"])
+def test_a_pattern_that_is_no_text_is_refused(pattern: Any) -> None:
+    for make in (lambda: Rename(pattern, ""), lambda: Drop(pattern), lambda: Convert([pattern], "x", "transpose")):
+        with pytest.raises(RuleError, match="a pattern is a string"):
+            make()
+
+
+# ------------------------------------------------------------------ Rename
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "expected"),
+    [
+        (Rename("backbone", ""), "backbone.a.w", "a.w"),
+        (Rename("", "model"), "a.w", "model.a.w"),
+        (Rename("a", "b"), "a.w", "b.w"),
+        (Rename("a", "b"), "a", "b"),
+        (Rename("a", "b"), "ab.w", "ab.w"),
+        (Rename("a", "b"), "x.a.w", "x.a.w"),
+        (Rename("a.b", "c"), "a.b.w", "c.w"),
+        (Rename("a", "b.c"), "a.w", "b.c.w"),
+        (Rename("block{i}", "layers.{i}"), "block3.w", "layers.3.w"),
+        (Rename("layers.{i}.attn", "h.{i}.mixer"), "layers.3.attn.q.w", "h.3.mixer.q.w"),
+        (Rename("layers.*.attn", "h.*.mixer"), "layers.3.attn.q.w", "h.3.mixer.q.w"),
+        (Rename("**.gamma", "**.weight"), "a.b.gamma", "a.b.weight"),
+        (Rename("**.gamma", "**.weight"), "gamma", "weight"),
+        (Rename("*.*.w", "*.x.*.w"), "a.b.w", "a.x.b.w"),
+        (Rename("{a}.{b}", "{b}.{a}"), "one.two.w", "two.one.w"),
+        (Rename("{a}_{b}.w", "{b}.{a}.w"), "one_two.w", "two.one.w"),
+        (Rename("**.qkv.**", "**.c_attn.**"), "h.0.qkv.weight", "h.0.c_attn.weight"),
+        (Rename(re.compile(r"^h\.(\d+)\."), r"layers.\1."), "h.3.w", "layers.3.w"),
+        (Rename(re.compile("gamma$"), "weight"), "ln.gamma", "ln.weight"),
+        (Rename(re.compile(r"(?i)LN_(\d)"), r"norm\1"), "a.ln_2.w", "a.norm2.w"),
+    ],
+)
+def test_a_rename(rule: Rename, name: str, expected: str) -> None:
+    assert renamed(name, rule) == expected
+
+
+def test_stripping_never_leaves_a_name_empty() -> None:
+    assert renamed("backbone", Rename("backbone", "")) == "backbone"
+
+
+def test_two_renames_swap_two_names() -> None:
+    rules = (Rename("**.gate", "**.up"), Rename("**.up", "**.gate"))
+    assert renamed("mlp.gate.w", *rules) == "mlp.up.w"
+    assert renamed("mlp.up.w", *rules) == "mlp.gate.w"
+
+
+def test_two_regular_expressions_swap_two_names() -> None:
+    rules = (Rename(re.compile(r"\bgate\b"), "up"), Rename(re.compile(r"\bup\b"), "gate"))
+    assert renamed("mlp.gate.w", *rules) == "mlp.up.w"
+    assert renamed("mlp.up.w", *rules) == "mlp.gate.w"
+
+
+def test_what_a_rule_wrote_is_not_matched_by_a_later_one_but_what_it_carried_over_is() -> None:
+    assert renamed("a.w", Rename("a", "b"), Rename("b", "c")) == "b.w"
+    assert renamed("a.w", Rename("", "a"), Rename("a", "x")) == "a.a.w"
+    # A regular expression sees no more of it.
+    assert renamed("a.w", Rename(re.compile("^a"), "b"), Rename(re.compile("b"), "c"), Rename("b", "d")) == "b.w"
+    assert renamed("a.w", Rename("a", "b"), Rename(re.compile("b|^.{1}"), "c")) == "c.w"
+    # The segment `x` came with the source, although the rule writes one of the same name.
+    assert renamed("a.x.w", Rename("a.*", "x.*"), Rename("x", "y")) == "x.x.w"
+    assert renamed("old.gate.w", Rename("old", "new"), Rename("**.gate", "**.up")) == "new.up.w"
+    assert renamed("old.block3.w", Rename("old.*", "new.*"), Rename("*.block{i}", "*.h.{i}")) == "new.h.3.w"
+
+
+def test_later_renames_match_across_what_earlier_ones_left_alone() -> None:
+    assert renamed("model.h.3.gamma", Rename("model", ""), Rename("h", "layers"), Rename("**.gamma", "**.weight")) == (
+        "layers.3.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("a", "b.*", "wildcard number 1"),
+        ("a.*", "b.*.*", "wildcard number 2"),
+        ("a", "b.{i}", "{i}"),
+        ("a", None, "is a string"),
+        (re.compile("a"), r"\1", "can't replace"),
+        (re.compile(b"a"), "b", "for bytes"),
+    ],
+)
+def test_a_new_name_that_nothing_fills_is_refused_when_the_rule_is_made(old: Any, new: Any, message: str) -> None:
+    with pytest.raises(RuleError, match=re.escape(message)):
+        Rename(old, new)
+
+
+@given(st.text(st.sampled_from("ab.01"), min_size=1, max_size=12))
+def test_a_rename_and_its_inverse_give_the_name_back(name: str) -> None:
+    added = renamed(name, Rename("", "pre.fix"))
+    assert added == f"pre.fix.{name}".removesuffix(".") or name.endswith(".")
+    if not name.startswith(".") and not name.endswith("."):
+        assert renamed(added, Rename("pre.fix", "")) == name
+
+
+# ------------------------------------------------------------------ Drop
+
+
+@pytest.mark.parametrize(
+    ("rule", "names"),
+    [
+        (Drop("inv_freq"), {"a.inv_freq", "inv_freq", "a.inv_freq.b"}),
+        (Drop("a.b"), {"a.b", "x.a.b.y"}),
+        (Drop("h.*.bias"), {"h.0.bias", "x.h.0.bias"}),
+        (Drop("a.**.z"), {"a.z", "x.a.b.c.z.y"}),
+        (Drop(re.compile("^a")), {"a.b", "ab"}),
+    ],
+)
+def test_drop_matches_segments_side_by_side_anywhere(rule: Drop, names: set[str]) -> None:
+    everything = {
+        "a.inv_freq", "inv_freq", "a.inv_freq.b", "a.inv_freqs", "a.b", "x.a.b.y", "ab", "a.x.b", "h.0.bias",
+        "x.h.0.bias", "h.0.x.bias", "a.z", "x.a.b.c.z.y", "xa.z", "q.w",
+    }  # fmt: skip
+    found = {name for name in everything if rule.matches(name)}
+    assert names <= found
+    if isinstance(rule.pattern, str):
+        segments = rule.pattern.split(".")
+        assert found == {
+            name for name in everything
+            if re.search(
+                r"(^|\.)" + "".join(
+                    r"([^.]+\.)*" if s == "**" else r"[^.]+\." if s == "*" else re.escape(s) + r"\." for s in segments
+                ),
+                name + ".",
+            )
+        }  # fmt: skip
+
+
+def test_an_empty_drop_is_refused() -> None:
+    with pytest.raises(RuleError, match="would drop everything"):
+        Drop("")
+
+
+def test_dropped_tensors_are_listed_and_neither_loaded_nor_unexpected() -> None:
+    found = plan(Model(w=(2,)), {"w": counted(2), "x.junk": counted(3), "junk.y": counted(3)}, Drop("junk"))
+    assert found.ok
+    assert sorted(found.dropped) == ["junk.y", "x.junk"]
+    assert found.unexpected == []
+
+
+# ------------------------------------------------------------------ Convert
+
+
+def test_a_conversion_takes_sources_in_the_order_of_its_patterns() -> None:
+    model = Model(qkv=(6, 2))
+    load(
+        model,
+        {"v": counted(2, 2, start=8), "q": counted(2, 2), "k": counted(2, 2, start=4)},
+        Convert(["q", "k", "v"], "qkv", "fuse_qkv"),
+    )
+    assert torch.equal(model.qkv.data, counted(6, 2))
+
+
+def test_a_conversion_goes_for_every_layer_by_captures_or_wildcards() -> None:
+    for layer in ("{i}", "*"):
+        model = Model(**{f"h__{i}__gu": (4, 2) for i in range(3)})
+        tensors = {f"h.{i}.{p}": counted(2, 2, start=10 * i + 4 * (p == "u")) for i in range(3) for p in "gu"}
+        load(model, tensors, Convert([f"h.{layer}.g", f"h.{layer}.u"], f"h.{layer}.gu", lambda g, u: torch.cat([g, u])))
+        for i in range(3):
+            assert torch.equal(model.get_parameter(f"h.{i}.gu").data, counted(4, 2, start=10 * i))
+
+
+def test_a_source_with_a_capture_of_its_own_gives_a_list_in_index_order() -> None:
+    model = Model(experts=(11, 2, 2))
+    tensors = {f"experts.{i}.w": counted(2, 2, start=4 * i) for i in (10, 2, 0, 1, 9, 8, 7, 6, 5, 4, 3)}
+    found = plan(model, tensors, Convert("experts.{e}.w", "experts", "stack_experts"))
+    assert found.ok
+    load(model, tensors, Convert("experts.{e}.w", "experts", "stack_experts"))
+    assert torch.equal(model.experts.data, counted(11, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([0, 1, 3], "the index 2 is missing: next is 'experts.3.w'"),
+        ([1, 2, 3], "the index 0 is missing: next is 'experts.1.w'"),
+        ([0, 1, "01"], "the index 1 comes twice"),
+    ],
+)
+def test_indices_that_are_not_0_to_e_minus_1_are_an_error(indices: list[Any], message: str) -> None:
+    tensors = {f"experts.{i}.w": counted(2, 2) for i in indices}
+    found = plan(Model(experts=(3, 2, 2)), tensors, Convert("experts.{e}.w", "experts", "stack_experts"))
+    assert not found.ok
+    assert message in found.errors[0].message
+    assert found.missing == ["experts"]
+
+
+def test_what_is_no_index_is_no_member() -> None:
+    tensors = {f"experts.{i}.w": counted(2, 2) for i in (0, 1, "shared", "²", "٣", "9" * 5000)}
+    found = plan(Model(experts=(2, 2, 2)), tensors, Convert("experts.{e}.w", "experts", "stack_experts"))
+    assert found.ok
+    assert len(found.unexpected) == 4
+
+
+def test_lists_of_different_lengths_are_an_error() -> None:
+    tensors = {**{f"e.{i}.g": counted(2, 2) for i in range(3)}, **{f"e.{i}.u": counted(2, 2) for i in range(2)}}
+    found = plan(Model(w=(3, 4, 2)), tensors, Convert(["e.{e}.g", "e.{e}.u"], "w", "stack_experts"))
+    assert "there are 3 of e.{e}.g, 2 of e.{e}.u" in found.errors[0].message
+
+
+def test_a_missing_part_is_named_with_those_that_are_there() -> None:
+    found = plan(
+        Model(qkv=(6, 2)),
+        {"a.q": counted(2, 2), "a.v": counted(2, 2)},
+        Convert(["a.q", "a.k", "a.v"], "qkv", "fuse_qkv"),
+    )
+    assert found.errors[0].kind == "incomplete"
+    assert found.errors[0].message == "of the parts of qkv, a.k is missing; there is a.q, a.v"
+    assert found.missing == ["qkv"]
+    assert found.unexpected == []
+
+
+def test_two_tensors_for_one_part_are_an_error() -> None:
+    found = plan(
+        Model(qkv=(4, 2)),
+        {"q": counted(2, 2), "x.q": counted(2, 2), "k": counted(2, 2)},
+        Rename("x", ""),
+        Convert(["q", "k"], "qkv", lambda *t: torch.cat(t)),
+    )
+    assert "all take the place of q" in found.errors[0].message
+
+
+def test_one_source_becomes_several_targets() -> None:
+    model = Model(a__q=(4, 3), a__k=(2, 3), a__v=(2, 3))
+    load(
+        model,
+        {"a.qkv": counted(8, 3)},
+        Convert("a.qkv", ["a.q", "a.k", "a.v"], "split_qkv", heads=2, kv_heads=1, head_dim=2),
+    )
+    assert torch.equal(torch.cat([p.data for p in model.parameters()]), counted(8, 3))
+
+
+def test_a_target_with_a_capture_of_its_own_is_spread_over_the_results() -> None:
+    for index in ("{e}", "*"):
+        model = Model(**{f"h__{i}__experts__{e}__w": (2, 2) for i in range(2) for e in range(3)})
+        tensors = {f"h.{i}.experts": counted(3, 2, 2, start=100 * i) for i in range(2)}
+        rule = Convert("h.{i}.experts", f"h.{{i}}.experts.{index}.w", "unstack_experts")
+        found = plan(model, tensors, rule)
+        assert found.ok, str(found)
+        load(model, tensors, rule)
+        for i in range(2):
+            for e in range(3):
+                assert torch.equal(
+                    model.get_parameter(f"h.{i}.experts.{e}.w").data, counted(2, 2, start=100 * i + 4 * e)
+                )
+
+
+def test_one_tensor_may_fill_two_parameters() -> None:
+    model = Model(k_scale=(), v_scale=())
+    load(
+        model,
+        {"kv_scale": torch.tensor(3.0)},
+        Convert("kv_scale", ["k_scale", "v_scale"], lambda scale: (scale, scale)),
+    )
+    assert model.k_scale.item() == model.v_scale.item() == 3.0
+
+
+def test_the_same_mapping_converted_twice_gives_the_same_twice() -> None:
+    tensors = {"q": counted(2, 2), "k": counted(2, 2, start=4)}
+    rule = Convert(["q", "k"], "qk", lambda q, k: torch.cat([q, k]))
+    for _ in range(2):
+        model = Model(qk=(4, 2))
+        load(model, tensors, rule)
+        assert torch.equal(model.qk.data, counted(4, 2))
+    assert sorted(tensors) == ["k", "q"]
+
+
+def test_a_function_that_computes_is_run_on_real_tensors() -> None:
+    model = Model(w=(2, 2))
+    found = plan(model, {"w": counted(2, 2)}, Convert("w", "w", lambda w: w * 2 + 1))
+    assert found.ok
+    assert "computed (aten.mul.Tensor)" in found.explain("w")
+    load(model, {"w": counted(2, 2)}, Convert("w", "w", lambda w: w * 2 + 1))
+    assert torch.equal(model.w.data, counted(2, 2) * 2 + 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w: torch.from_numpy(w.numpy().T.copy()),
+        lambda w: torch.tensor(w.tolist()).t(),
+        lambda w: w.t() * (1.0 if w[0, 0].item() == 0 else 2.0),
+        lambda w: w.t() if bool(w.max() > 1) else w,
+    ],
+)
+def test_a_function_that_looks_at_values_is_run_on_real_tensors_too(function: Any) -> None:
+    model = Model(w=(3, 2))
+    assert plan(model, {"w": counted(2, 3)}, Convert("w", "w", function)).ok
+    load(model, {"w": counted(2, 3)}, Convert("w", "w", function))
+    assert torch.equal(model.w.data, counted(2, 3).t())
+
+
+def test_a_function_of_another_module_is_named_in_text() -> None:
+    model = Model(w=(2, 2))
+    load(model, {"w": torch.full((2, 2), 4.0)}, Convert("w", "w", "torch:sqrt"))
+    assert torch.equal(model.w.data, torch.full((2, 2), 2.0))
+
+
+def test_a_conversion_may_be_written_for_renamed_names() -> None:
+    model = Model(qk=(4, 2))
+    load(
+        model,
+        {"x.q": counted(2, 2), "x.k": counted(2, 2, start=4)},
+        Rename("x", ""),
+        Convert(["q", "k"], "qk", lambda q, k: torch.cat([q, k])),
+    )
+    assert torch.equal(model.qk.data, counted(4, 2))
+
+
+def test_sizes_that_a_rule_leaves_out_come_from_the_models_config() -> None:
+    model = Model(q=(8, 3), k=(4, 3), v=(4, 3))
+    model.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=2)  # type: ignore[assignment]
+    load(model, {"qkv": counted(16, 3)}, Convert("qkv", ["q", "k", "v"], "split_qkv"))
+    assert torch.equal(model.k.data, counted(4, 3, start=24))
+
+
+def test_sizes_that_nobody_tells_are_asked_for() -> None:
+    found = plan(
+        Model(q=(8, 3), k=(4, 3), v=(4, 3)), {"qkv": counted(16, 3)}, Convert("qkv", ["q", "k", "v"], "split_qkv")
+    )
+    assert "needs heads, kv_heads, head_dim" in found.errors[0].message
+    assert "heads=..." in str(found.errors[0].hint)
+
+
+def test_a_function_that_does_not_suit_its_tensors_is_an_error_with_their_shapes() -> None:
+    found = plan(
+        Model(w=(4, 2)),
+        {"a": counted(2, 2), "b": counted(2, 3)},
+        Convert(["a", "b"], "w", lambda a, b: torch.cat([a, b])),
+    )
+    assert found.errors[0].kind == "rule"
+    assert "[2, 2] torch.float32, [2, 3] torch.float32" in found.errors[0].message
+    assert found.errors[0].tensors == ("w",)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda _: None, "returned NoneType"),
+        (lambda _: "x", "returned str"),
+        (lambda w: (w, w), "returned 2 tensors for 1 targets"),
+        (lambda w: {"w": w}, "returned dict"),
+    ],
+)
+def test_a_function_that_returns_something_else_is_an_error(function: Any, message: str) -> None:
+    found = plan(Model(w=(2,)), {"w": counted(2)}, Convert("w", "w", function))
+    assert message in found.errors[0].message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Convert([], "a", "transpose"), "at least one source"),
+        (lambda: Convert("a", [], "transpose"), "at least one target"),
+        (lambda: Convert("a", "", "transpose"), "none may be empty"),
+        (lambda: Convert(3, "a", "transpose"), "are a pattern or several"),
+        (lambda: Convert("a", "b", "fuse_qvk"), "no ready-made layout 'fuse_qvk'; there are fuse_gate_up"),
+        (lambda: Convert("a", "b", "no_such_module:f"), "can't be imported"),
+        (lambda: Convert("a", "b", "torch:no_such_function"), "can't be imported"),
+        (lambda: Convert("a", "b", "torch:__version__"), "is no function"),
+        (lambda: Convert("a", "b", ":f"), "no ready-made layout"),
+        (lambda: Convert("a.{x}.{y}", "b", "stack_experts"), "several wildcards that no target has: {x}, {y}"),
+        (lambda: Convert("a", "b.{x}.{y}", "unstack_experts"), "over just one"),
+        (lambda: Convert("a", ["b.{x}", "c.{x}"], "unstack_experts"), "only a single target"),
+        (lambda: Convert("a", "b.**", "unstack_experts"), "can't stand for an index"),
+        (lambda: Convert(["a.{i}", "b"], "c.{i}", lambda a, b: a), "every source must have it"),
+        (lambda: Convert("a.{i}", ["b.{i}", "c"], lambda a: (a, a)), "several groups would fill it"),
+        (lambda: Convert(["a", "b"], "c", "transpose"), "can't be called with 2 tensors"),
+        (lambda: Convert("a", "c", "transpose", dim=1), "can't be called with 1 tensors and dim"),
+        (lambda: Convert("a", "c", "pad_rows", rows="10"), "rows='10' is no whole number"),
+        (lambda: Convert("a", "c", lambda a, *, n: a), "missing a required"),
+    ],
+)
+def test_a_conversion_that_makes_no_sense_is_refused_when_it_is_made(make: Any, message: str) -> None:
+    with pytest.raises(RuleError, match=re.escape(message)):
+        make()
+
+
+# ------------------------------------------------------------------ no harm, nothing unnoticed
+
+
+def test_rules_do_no_harm_to_names_that_are_right_already() -> None:
+    model = Model(model__w=(2,), model__b=(2,))
+    right = {"model.w": counted(2), "model.b": counted(2)}
+    for rule in (Rename("", "model"), Rename("model", "")):
+        found = plan(model, right, rule)
+        assert found.ok
+        assert found.loaded == ["model.b", "model.w"]
+        notices = [f for f in found.findings if f.kind == "rule"]
+        assert [f.severity for f in notices] == ["warning"]
+        assert str(rule) in notices[0].message
+        assert set(notices[0].tensors) == set(right)
+
+
+def test_a_conversion_does_no_harm_to_names_that_are_right_already() -> None:
+    model = Model(q=(2, 2), k=(2, 2), v=(2, 2))
+    found = plan(model, {n: counted(2, 2) for n in "qkv"}, Convert(["q", "k", "v"], "qkv", "fuse_qkv"))
+    assert found.ok
+    assert found.loaded == ["k", "q", "v"]
+    assert "not applied" in next(f for f in found.findings if f.kind == "rule").message
+
+
+def test_a_fused_checkpoint_passes_a_rule_for_parts_by() -> None:
+    found = plan(Model(qkv=(6, 2)), {"qkv": counted(6, 2)}, Convert(["q", "k", "v"], "qkv", "fuse_qkv"))
+    assert found.ok
+
+
+def test_a_name_of_the_models_own_may_be_swapped_for_another() -> None:
+    model = Model(gate=(2,), up=(2,))
+    load(model, {"gate": counted(2), "up": counted(2, start=5)}, Rename("gate", "up"), Rename("up", "gate"))
+    assert torch.equal(model.up.data, counted(2))
+    assert torch.equal(model.gate.data, counted(2, start=5))
+
+
+def test_a_rule_that_matches_nothing_is_reported_and_the_names_shown() -> None:
+    rules = [Rename("backbon", ""), Drop("junk"), Convert("q.{i}", "w.{i}", "transpose"), Drop("extra")]
+    found = plan(Model(w=(2,)), {"w": counted(2), "extra": counted(1)}, *rules)
+    notices = [f for f in found.findings if f.kind == "rule"]
+    assert [f.severity for f in notices] == ["warning"] * 3
+    assert [str(r) for r in rules[:3]] == [f.message.removesuffix(" matches no tensor of the source") for f in notices]
+    assert "'extra'" in str(notices[0].hint)
+
+
+def test_rules_that_all_match_leave_nothing_to_say() -> None:
+    found = plan(Model(w=(2,)), {"x.w": counted(2), "junk": counted(1)}, Rename("x", ""), Drop("junk"))
+    assert [f.kind for f in found.findings] == []
+    assert found.decided_by[0] == "the caller's rules"
+
+
+def test_a_conversion_into_nothing_the_model_has_says_so() -> None:
+    found = plan(
+        Model(w=(2,)),
+        {"w": counted(2), "q": counted(2, 2), "k": counted(2, 2)},
+        Convert(["q", "k"], "qk", lambda *t: torch.cat(t)),
+    )
+    assert found.ok
+    assert sorted(found.unexpected) == ["k", "q"]
+    assert "would make 'qk' of it, which the model does not have" in str(found.findings[0].hint)
+
+
+def test_an_automatic_mapper_leaves_the_models_own_names_alone() -> None:
+    mapper = RuleMapper([Drop("w"), Rename("x", "")], ("w",), automatic=True, origin="some plugin")
+    assert claim_name("w", [mapper], ("w",)).dropped is False
+    assert claim_name("v.w", [mapper], ("w",)).rules == ("drop 'w' (some plugin)",)
+    assert mapper.unused() == ["rename 'x' -> '' (some plugin)"]
+
+
+def test_twenty_thousand_names_go_through_twenty_rules_in_no_time() -> None:
+    names = [f"layers.{i}.mlp.{k}.weight" for i in range(5000) for k in "abcd"]
+    mapper = RuleMapper([Rename(f"**.x{i}", f"**.y{i}") for i in range(20)], ())
+    start = time.process_time()
+    for name in names:
+        claim_name(name, [mapper], ())
+    # Half a second; anything quadratic would take hours.
+    assert time.process_time() - start < 60
+
+
+def test_natural_order_counts() -> None:
+    names = ["layers.10.w", "layers.9.w", "layers.b", "shard_10", "shard_9", "layers", "9" * 5000, "a" + "1" * 5000]
+    assert sorted(names[:5], key=natural_order) == ["layers.9.w", "layers.10.w", "layers.b", "shard_9", "shard_10"]
+    assert len(sorted(names, key=natural_order)) == len(names)
+
+
+# ------------------------------------------------------------------ the YAML form
+
+_YAML = """
+rename:
+  - {backbone: model}
+  - {old: a, new: b}
+  - [c, d]
+  - {h1: layers.1, h2: layers.2}
+drop:
+  - inv_freq
+  - 7
+convert:
+  - {sources: [q, k, v], targets: qkv, function: fuse_qkv}
+  - sources: w
+    targets: w
+    function: pad_rows
+    rows: 16
+"""
+
+
+def _texts(rules: Any) -> list[str]:
+    return [str(rule) for rule in rules]
+
+
+_RULES = [
+    "rename 'backbone' -> 'model'",
+    "rename 'a' -> 'b'",
+    "rename 'c' -> 'd'",
+    "rename 'h1' -> 'layers.1'",
+    "rename 'h2' -> 'layers.2'",
+    "drop 'inv_freq'",
+    "drop '7'",
+    "fuse_qkv(q, k, v) -> qkv",
+    "pad_rows(w) -> w",
+]
+
+
+def test_rules_may_be_written_in_yaml(tmp_path: Path) -> None:
+    import yaml
+
+    file = tmp_path / "my rules.yaml"
+    file.write_text(_YAML)
+    for form in (_YAML, file, str(file), yaml.safe_load(_YAML), [yaml.safe_load(_YAML)]):
+        rules = parse_rules(form)
+        assert _texts(rules) == _RULES
+    assert rules[-1].sizes == {"rows": 16}
+
+
+def test_other_forms_of_rules() -> None:
+    assert parse_rules(None) == ()
+    assert parse_rules([]) == ()
+    assert parse_rules({}) == ()
+    assert parse_rules(Drop("a")) == (Drop("a"),)
+    assert parse_rules(rule for rule in [Drop("a")]) == (Drop("a"),)
+    assert parse_rules([Drop("a"), {"rename": {"b": "c"}}]) == (Drop("a"), Rename("b", "c"))
+    assert parse_rules("rename: {backbone: }") == (Rename("backbone", ""),)
+    assert parse_rules("rename: {'': model}") == (Rename("", "model"),)
+    assert parse_rules("drop: a.*") == (Drop("a.*"),)
+    assert parse_rules('{"drop": ["a"]}') == (Drop("a"),)
+
+
+def test_an_empty_rule_file_has_no_rules(tmp_path: Path) -> None:
+    (tmp_path / "rules.yml").write_text("# nothing yet\n")
+    assert parse_rules(tmp_path / "rules.yml") == ()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"renames": {}}, "no key 'renames'; there are rename, drop, convert"),
+        ({3: {}}, "no key '3'"),
+        ({"rename": ["a"]}, "takes old names with new ones, not 'a'"),
+        ({"rename": [["a", "b", "c"]]}, "takes old names with new ones"),
+        ({"rename": 3}, "takes a list, not 3"),
+        ({"rename": {"a": ["b"]}}, "takes names, not ['b']"),
+        ({"rename": {"a": True}}, "takes names, not True"),
+        ({"drop": [["a"]]}, "takes names, not ['a']"),
+        ({"drop": [None]}, "would drop everything"),
+        ({"convert": [{"sources": "a", "targets": "b"}]}, "needs sources, targets and function"),
+        ({"convert": ["a"]}, "needs sources, targets and function"),
+        (["rename"], "this is no rule: 'rename'"),
+        ([3], "this is no rule: 3"),
+        (3, "these are no rules: 3"),
+        ("rename: [", "no valid YAML"),
+        ("just: text: here", "no valid YAML"),
+        ("a: b", "no key 'a'"),
+        ("- plain", "can't be read from - plain"),
+    ],
+)
+def test_malformed_rules_are_refused_with_the_form_they_should_have(value: Any, message: str) -> None:
+    with pytest.raises(RuleError, match=re.escape(message)):
+        parse_rules(value)
+
+
+def test_a_mistake_in_a_rule_file_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text("rename: {'a*': b}")
+    with pytest.raises(RuleError, match=r"rules\.yaml") as caught:
+        parse_rules(str(file))
+    assert caught.value.file == str(file)
+    assert caught.value.hint
+    for missing in ("no_such_file.yaml", tmp_path / "no_such.yaml", tmp_path, "no_such_file"):
+        with pytest.raises(RuleError, match="can't be read from"):
+            parse_rules(missing)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RuleError, match="can't be read from"):
+        parse_rules(file)
+
+
+def test_rules_in_a_file_load_a_model(tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(
+        "rename: {backbone: ''}\ndrop: [junk]\nconvert: [{sources: [q, k, v], targets: qkv, function: fuse_qkv}]\n"
+    )
+    model = Model(qkv=(6, 2), w=(2,))
+    tensors = {f"backbone.{n}": counted(2, 2, start=4 * i) for i, n in enumerate("qkv")}
+    report = load_into(
+        model,
+        {**tensors, "backbone.w": counted(2), "junk": counted(1)},
+        rules=str(tmp_path / "rules.yaml"),
+        progress=False,
+    )
+    assert sorted(report.loaded) == ["qkv", "w"]
+    assert torch.equal(model.qkv.data, counted(6, 2))
