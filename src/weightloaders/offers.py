@@ -242,7 +242,8 @@ def way_out(offers: Iterable[Offer]) -> str:
 def unknown(name: str, registered: Mapping[str, Offer]) -> UnknownLoaderError:
     """The error for a name that nobody has: the nearest names, all names, plugins that failed, what to install."""
     available = names((*registered.values(), *built_ins(), *entry_points(), *from_hooks(load=False)))
-    message = f"no loader is named {name!r}{did_you_mean(name, available)} (available: {', '.join(available)})"
+    near = did_you_mean(name, available)
+    message = f"no loader is named {name!r}{near} (available: {', '.join(available)})"
     for hook in hooks.known_plugins():
         if hook.status == "broken":
             message += f"\n  a plugin that might have brought it is broken: {hook.error}"
@@ -251,7 +252,7 @@ def unknown(name: str, registered: Mapping[str, Offer]) -> UnknownLoaderError:
         "a loader that another process registered is not known in this one: name it as 'package.module:Class', "
         "or declare it as an entry point"
     )
-    return UnknownLoaderError(message, hint=f"pip install {package}" if package else elsewhere)
+    return UnknownLoaderError(message, hint=f"pip install {package}" if package else None if near else elsewhere)
 
 
 def names(offers: Iterable[Offer]) -> list[str]:

@@ -212,7 +212,9 @@ class Repository:
         try:
             snapshot = self.snapshot()
         except SourceNotFoundError as error:
-            raise SourceNotFoundError(error.message, file=error.file, hint=hint) from None
+            # A name that was not looked up on the hub may well be a folder's, and mistyped.
+            here = f"there is no file or folder {self.name} here, and " if switch and kind_of(Path(self.name)) else ""
+            raise SourceNotFoundError(here + error.message, file=error.file, hint=hint) from None
         try:
             return from_cache(snapshot), f"{self.name} at {snapshot.name} from the cache"
         except (IncompleteCheckpointError, SourceNotFoundError) as error:
