@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -105,6 +106,7 @@ def load_by_model(
     total = sum(info.bytes_stored for info in infos)
 
     def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> None:
+        watch.offer(info.name for info in infos)
         token = _inside.set((*_inside.get(), model))
         try:
             own(watch.track(_counted(weights, moved, total, progress)))
@@ -136,6 +138,7 @@ class _Tracked(Weights):
         # The same catalogue and the same locks.
         self.__dict__.update(weights.__dict__)
         self._tracked, self._watch, self._moved = weights, watch, moved
+        watch.offer(weights)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._tracked[name]
@@ -227,10 +230,12 @@ def _by_others(
             ) from error
         mark.touched = True
         covered = settle(watch, model, context, who, raw=work.raw)
+        # Where the default way was called, it has said itself what it did not want.
+        unused = covered.unused if isinstance(inner, LoadReport) else [*covered.unused, *covered.untaken]
         if covered.missing and not covered.touched:
             # Whatever the policy: nothing at all was loaded.
             raise _left_out(covered.missing, covered, who)
-        plan.unexpected = _unexpected(covered, context, who)
+        plan.unexpected = _unexpected(unused, covered, context, who)
         if context.verify == "finite":
             by_name = targets_of(model, context).by_name
             check_finite(by_name[name] for name in covered.filled if name in by_name)
@@ -286,7 +291,7 @@ def settle(watch: Coverage, model: nn.Module, context: LoadContext, who: str, ra
                 hint="the checkpoint is of a larger model, or its vocabulary is padded: compare the two configs",
             )  # fmt: skip
         logger.warning("%s", message)
-    return Covered(covered.filled, missing, covered.touched, covered.unused, covered.cut)
+    return replace(covered, missing=missing)
 
 
 def _left_out(names: Sequence[str], covered: Covered, who: str) -> CoverageError:
@@ -294,12 +299,12 @@ def _left_out(names: Sequence[str], covered: Covered, who: str) -> CoverageError
         f"{who} left {len(names)} parameters unfilled: {listed(names)}",
         missing=tuple(names), written=tuple(covered.touched), tensor=names[0], plugin=who,
         hint="the source has no tensor for them, or the code does not know their names"
-        + (f"; it did not use {listed(covered.unused)}" if covered.unused else ""),
+        + (f"; it did not use {listed(unused)}" if (unused := [*covered.unused, *covered.untaken]) else ""),
     )  # fmt: skip
 
 
-def _unexpected(covered: Covered, context: LoadContext, who: str) -> list[str]:
-    names = [name for name in covered.unused if name.rsplit(".", 1)[-1] not in ("inv_freq", "position_ids")]
+def _unexpected(unused: Sequence[str], covered: Covered, context: LoadContext, who: str) -> list[str]:
+    names = [name for name in unused if name.rsplit(".", 1)[-1] not in ("inv_freq", "position_ids")]
     fatal = [name for name in names if context.policies.unexpected(name) == "error"]
     if fatal:
         raise CoverageError(

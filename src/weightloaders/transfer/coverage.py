@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,11 +23,30 @@ from weightloaders.transfer.memory import wraps_others
 from weightloaders.transfer.regions import Regions, View, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)  # noqa: SLF001 -- the operation's name
+
+
+# What hands a tensor's values to something that torch does not dispatch to.
+_WAYS_OUT = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "__dlpack__")}
+
+
+class _WaysOut(TorchFunctionMode):
+    """Tells of the tensors whose memory somebody looks at past torch."""
+
+    def __init__(self, tell: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _WAYS_OUT and isinstance(args[0], torch.Tensor):
+            self._tell(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
@@ -39,6 +59,8 @@ class _Memory:
     handed: list[tuple[str, View]] = field(default_factory=list)
     # Of a copy of a parameter: what it held when it was made.
     digest: int | None = None
+    # Whether somebody looked at it past torch, and so may have written to it.
+    shown: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Memory:
@@ -53,11 +75,12 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A parameter as it was: the object, the address of its storage, a digest of its values."""
+    """A parameter as it was: the object, its storage's address, a digest of its values, how often it was written."""
 
     tensor: torch.Tensor
     key: int | None
     digest: object
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,7 @@ class Covered:
         missing: Names of what was not.
         touched: Names of what was written, in whole or in part.
         unused: Tensors that were handed out and not used. Empty where it can't be told.
+        untaken: Tensors that were there and not asked for.
         cut: Tensors of which only a part was used, with their shapes.
     """
 
@@ -76,6 +100,7 @@ class Covered:
     missing: list[str]
     touched: list[str]
     unused: list[str]
+    untaken: list[str]
     cut: list[tuple[str, tuple[int, ...]]]
 
 
@@ -113,9 +138,12 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before: dict[str, _Before] = {}
         self._written: dict[int, _Memory] = {}
         self._written_objects: set[int] = set()
+        self._offered: list[str] = []
+        self._names_handed: set[str] = set()
         self._handed: dict[int, _Memory] = {}
         self._unused: list[str] = []
         self._cut: list[tuple[str, tuple[int, ...]]] = []
+        self._ways_out = _WaysOut(self._shown)
         digests: dict[int, object] = {}
         for name, tensor in tensors.items():
             key = _key_of(tensor)
@@ -123,9 +151,18 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._written.setdefault(key, _Memory.of(tensor))
             if id(tensor) not in digests:
                 digests[id(tensor)] = _digest(tensor)
-            self._before[name] = _Before(tensor, key, digests[id(tensor)])
+            self._before[name] = _Before(tensor, key, digests[id(tensor)], _version(tensor))
 
-    # -- what torch dispatches
+    # -- what torch does
+
+    def __enter__(self) -> Self:
+        self._ways_out.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._ways_out.__exit__(*exc)  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -162,6 +199,12 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is not None and (memory := self._handed.get(key)) is not None and memory.alive:
             memory.regions.add(View.of(tensor))
 
+    def _shown(self, tensor: torch.Tensor) -> None:
+        self._used(tensor)
+        key = _key_of(tensor)
+        if key is not None and key in self._written:
+            self._written[key].shown = True
+
     def _copied(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """A parameter may be exchanged for a copy of itself: another dtype, another device."""
         key, new_key = _key_of(source), _key_of(result)
@@ -189,9 +232,14 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield name, tensor
             del tensor
 
+    def offer(self, names: Iterable[str]) -> None:
+        """These may be asked for."""
+        self._offered.extend(names)
+
     def hand_out(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor goes to foreign code."""
         self.last_name = name
+        self._names_handed.add(name)
         key = _key_of(tensor)
         if key is None or tensor.numel() == 0:
             return
@@ -237,7 +285,9 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 touched.append(name)
             unseen = unseen or state == "unseen"
         # Where something was written out of our sight, something was used out of our sight.
-        return Covered(filled, missing, touched, [] if unseen else self._unused, self._cut)
+        unused = [] if unseen else self._unused
+        untaken = [name for name in self._offered if name not in self._names_handed]
+        return Covered(filled, missing, touched, unused, untaken, self._cut)
 
     def _state(self, before: _Before, current: torch.Tensor) -> str:
         """``filled``, ``partly``, ``unseen`` (filled out of our sight) or ``untouched``."""
@@ -256,8 +306,16 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "filled"
         if memory.regions.touches(view):
             return "partly"
+        # The values that were there already may have been written again, which no digest shows.
+        if memory.shown or (current is before.tensor and key == before.key and _version(current) != before.version):
+            return "unseen"
         earlier = memory.digest if memory.digest is not None else before.digest
         return "untouched" if _digest(current) == earlier else "unseen"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often torch has written a tensor, on whatever thread; those of inference mode don't count."""
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 -- torch has no public word for it
 
 
 def _digest(tensor: torch.Tensor) -> object:
@@ -267,5 +325,5 @@ def _digest(tensor: torch.Tensor) -> object:
         return digest(tensor)
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
-        return tensor._version  # noqa: SLF001 -- all that can be asked of a class that we know nothing of
+        return _version(tensor)  # all that can be asked of a class that we know nothing of
     return tuple(_digest(getattr(tensor, name)) for name in flatten()[0])

@@ -97,9 +97,13 @@ class Regions:
         at = bisect_right(self._starts, start) - 1
         if start == end or (at >= 0 and end <= self._ends[at]):
             return True
-        if view.itemsize != self._itemsize or (self._mask is None and view.is_dense):
+        if self._mask is None and view.is_dense:
             return False
-        return bool(self._merged_mask().as_strided(view.shape, view.strides, view.offset).all())
+        mask = self._merged_mask()
+        if view.itemsize != self._itemsize:
+            # Its span will do, as in `add`.
+            return bool(mask[start // self._itemsize : -(-end // self._itemsize)].all())
+        return bool(mask.as_strided(view.shape, view.strides, view.offset).all())
 
     def touches(self, view: View) -> bool:
         """Whether any part of a view's span was touched."""
@@ -136,4 +140,6 @@ def digest(tensor: torch.Tensor) -> int:
     elements = (end - start) // tensor.element_size()
     step = max(1, elements // _SAMPLED)
     taken = tensor.detach().as_strided((-(-elements // step),), (step,), tensor.storage_offset())
-    return zlib.crc32(memory_of(taken.cpu().contiguous()))
+    # A name of its own: the bytes are there only as long as their tensor is.
+    copied = taken.cpu().contiguous()
+    return zlib.crc32(memory_of(copied))
