@@ -114,6 +114,10 @@ def build_skeleton(
     model_class = _model_class(config, auto_class, folder, trust_remote_code)
     dtype = _dtype(dtype, config, stored_dtype)
     config = copy.deepcopy(config)
+    # The config is saved with the model, and then says what it is loaded as.
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if part is not None:
+            part.dtype = dtype
     model = _on_meta(model_class, config, dtype, model_kwargs)
     _add_generation_config(model, folder)
     return Skeleton(model, _kept_dtypes(model, dtype))

@@ -1,0 +1,276 @@
+"""Models of transformers through any loader: equal, to the bit, to what transformers' own `from_pretrained` builds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from weightloaders import BaseWeightLoader, from_pretrained, load_into, load_status, open_weights, save_weights
+from weightloaders.errors import LoadError, PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 40, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **options}))
+
+
+def qwen3() -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True))
+
+
+def gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=64, bos_token_id=0, eos_token_id=1)
+    )
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama(tie_word_embeddings=False),
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "llama, long": lambda: llama(
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+            "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        }
+    ),
+    "qwen3": qwen3,
+    "gpt2": gpt2,
+    "mixtral": mixtral,
+}  # fmt: skip
+
+
+def ties(model: nn.Module) -> set[frozenset[str]]:
+    groups: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(parameter.data_ptr(), set()).add(name)
+    return {frozenset(names) for names in groups.values() if len(names) > 1}
+
+
+def described(tensors: Any) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (t.dtype, tuple(t.shape), t.stride(), t.requires_grad, type(t), t.device, t.is_contiguous())
+        for name, t in tensors
+    }
+
+
+def assert_equal(model: Any, expected: Any) -> None:
+    assert type(model) is type(expected)
+    assert described(model.named_parameters(remove_duplicate=False)) == described(
+        expected.named_parameters(remove_duplicate=False)
+    )
+    assert described(model.named_buffers(remove_duplicate=False)) == described(
+        expected.named_buffers(remove_duplicate=False)
+    )
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert list(ours) == list(theirs)
+    assert {name for name in theirs if not torch.equal(ours[name], theirs[name])} == set()
+    buffers = dict(expected.named_buffers())
+    assert {name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])} == set()
+    assert ties(model) == ties(expected)
+    assert model.training == expected.training
+    ours, theirs = (m.config.to_dict() | {"_name_or_path": ""} for m in (model, expected))
+    assert ours == theirs
+    assert model.dtype == expected.dtype
+    if model.can_generate():
+        assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(model(tokens)[0], expected(tokens)[0])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("model")
+            torch.manual_seed(len(made))
+            model = MODELS[name]()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(std=0.3)
+            model.generation_config.temperature = 0.75
+            model.generation_config.do_sample = True
+            model.to(torch.bfloat16).save_pretrained(made[name], max_shard_size="8kB")
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32", "float16"])
+def test_a_model_equals_what_transformers_builds(folders: Callable[[str], Path], name: str, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = folders(name)
+    model, report = from_pretrained(folder, dtype=dtype, progress=False)
+    assert_equal(model, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+    assert (report.missing, report.unexpected, report.mismatched) == ([], [], [])
+    assert load_status(model) == "loaded"
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "mixtral", "gpt2"])
+def test_the_same_comes_of_a_stream_and_of_a_classic_loader(folders: Callable[[str], Path], name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = folders(name)
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    tensors = {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+
+    class Streaming(BaseWeightLoader):
+        def get_weights(self, model_name_or_path: str) -> Any:
+            yield from tensors.items()
+
+    class ByName(BaseWeightLoader):
+        def get_weights(self, model_name_or_path: str) -> Any:
+            return expected.state_dict()
+
+        def load_weights(self, model: nn.Module, weights: Any) -> None:
+            model.load_state_dict(weights, strict=False)
+
+    for options in (
+        {"loader": Streaming},
+        {"loader": ByName},
+        {"weights": tensors},
+        {"weights": iter(tensors.items())},
+    ):
+        model, report = from_pretrained(folder, progress=False, **options)
+        assert_equal(model, expected)
+        assert report.missing == []
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_a_real_encoder_equals_what_transformers_builds(minilm_folder: Path, dtype: str) -> None:
+    from transformers import AutoModel
+
+    model, report = from_pretrained(minilm_folder, dtype=dtype, progress=False)
+    expected = AutoModel.from_pretrained(minilm_folder, dtype="auto" if dtype == "auto" else torch.float16)
+    assert type(model).__name__ == "BertModel"
+    assert_equal(model, expected)
+    # It carries position numbers, which are computed.
+    assert report.unexpected == []
+
+
+def test_a_real_chat_model_equals_what_transformers_builds(smollm2_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, report = from_pretrained(smollm2_folder, progress=False)
+    assert_equal(model, AutoModelForCausalLM.from_pretrained(smollm2_folder))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert report.bytes_read == 269030016
+
+
+def test_a_model_in_evaluation_can_still_be_trained(folders: Callable[[str], Path]) -> None:
+    model, _ = from_pretrained(folders("llama, tied"), dtype="float32", progress=False)
+    model(torch.arange(3, 12)[None], labels=torch.arange(3, 12)[None]).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ------------------------------------------------------------------ policies
+
+
+def test_a_parameter_left_out_on_purpose_starts_as_transformers_starts_it(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = folders("llama")
+    tensors = {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+    lost = "model.layers.1.self_attn.o_proj.weight"
+    del tensors[lost]
+    with pytest.raises(PlanError, match="o_proj"):
+        from_pretrained(folder, weights=tensors, progress=False)
+    model, report = from_pretrained(folder, weights=tensors, on_missing={lost: "warn"}, progress=False)
+    assert report.missing == report.initialised == [lost]
+    # Standard deviation 0.02, by the config.
+    assert 0.01 < float(model.get_parameter(lost).detach().float().std()) < 0.03
+    state = model.state_dict()
+    assert all(torch.equal(state[name], t) for name, t in tensors.items())
+
+
+@pytest.mark.parametrize("form", ["catalogue", "stream"])
+def test_an_untied_head_that_is_absent_is_an_error_and_a_tied_one_is_not(
+    folders: Callable[[str], Path], form: str
+) -> None:
+    for name, is_tied in (("llama", False), ("llama, tied", True)):
+        folder = folders(name)
+        tensors = {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+        tensors.pop("lm_head.weight", None)
+        weights: Any = tensors if form == "catalogue" else iter(tensors.items())
+        if is_tied:
+            model, _ = from_pretrained(folder, weights=weights, progress=False)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+        else:
+            with pytest.raises((PlanError, LoadError), match=r"lm_head\.weight"):
+                from_pretrained(folder, weights=weights, progress=False)
+
+
+# ------------------------------------------------------------------ saving
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_saved_loads_again_and_equals(folders: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    model, _ = from_pretrained(folders(name), progress=False)
+    files = save_weights(model, tmp_path / "whole")
+    assert [file.name for file in files] == ["model.safetensors"]
+    shards = save_weights(model, tmp_path / "shards", max_shard_size="6kB")
+    assert len(shards) > 2
+    save_weights(model, tmp_path / "one.safetensors")
+    for place in (tmp_path / "whole", tmp_path / "shards", tmp_path / "one.safetensors"):
+        again, report = from_pretrained(folders(name), weights=place, progress=False)
+        assert_equal(again, model)
+        assert report.missing == []
+
+
+def test_tied_parameters_are_saved_once(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    model, _ = from_pretrained(folders("llama, tied"), progress=False)
+    (file,) = save_weights(model, tmp_path)
+    with safe_open(file, "pt") as opened:
+        names = set(opened.keys())
+    assert len({"lm_head.weight", "model.embed_tokens.weight"} & names) == 1
+    # transformers reads it as well.
+    from transformers import AutoModelForCausalLM
+
+    model.config.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
+    assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+
+def test_a_model_is_saved_over_what_it_was_loaded_from(tmp_path: Path) -> None:
+    tensors = {"weight": torch.randn(300, 200), "bias": torch.randn(300)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = nn.Linear(200, 300)
+    with open_weights(tmp_path) as weights:
+        load_into(model, weights, progress=False)
+        with torch.no_grad():
+            model.bias.add_(1)
+        save_weights(model, tmp_path)
+    again = nn.Linear(200, 300)
+    load_into(again, tmp_path, progress=False)
+    assert torch.equal(again.weight, tensors["weight"])
+    assert torch.equal(again.bias, tensors["bias"] + 1)
