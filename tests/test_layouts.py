@@ -211,7 +211,7 @@ def test_what_only_moves_elements_is_traced_to_where_they_go(function: Callable[
         traced if isinstance(traced, tuple) else [traced],
         strict=True,
     ):
-        runs = [torch.arange(firsts[r.source] + r.start, firsts[r.source] + r.start + r.length) for r in trace.runs]
+        runs = [torch.arange(firsts[n] + start, firsts[n] + start + length) for n, start, length in trace.runs]
         assert torch.equal(torch.cat(runs).reshape(trace.shape).float(), result)
 
 

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from weightloaders.errors import PlanError, RuleError, UnknownTensorError
 from weightloaders.mapping.patterns import Pattern
@@ -143,8 +143,7 @@ def _search(pattern: Any) -> Callable[[str], object]:
     return lambda name: anywhere.search(name + ".")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """``length`` elements of a source tensor from ``source_start`` on, to ``target_start`` on; in row-major order."""
 
     info: TensorInfo

@@ -26,6 +26,7 @@ class Group:
         targets: Names of the results, where they are known before the function runs.
         function: Gets one tensor or list of tensors a slot; returns target name -> tensor.
         rule: How the group is called in messages and reports.
+        lenient: Whether the function may do without some of its sources; an empty list stands for each of these.
     """
 
     key: Hashable
@@ -34,6 +35,7 @@ class Group:
     targets: tuple[str, ...]
     function: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]] = field(compare=False)
     rule: str = ""
+    lenient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

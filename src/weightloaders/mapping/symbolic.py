@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
@@ -29,12 +29,9 @@ class Untraceable(Exception):  # noqa: N818 -- a signal between our own parts, n
     """The code does something that is not a rearrangement; the message is the operation's name."""
 
 
-class Run(NamedTuple):
-    """``length`` elements from ``start`` on, in the row-major order of source number ``source``."""
-
-    source: int
-    start: int
-    length: int
+# The number of a source, the first element in its row-major order, and how many. Plain tuples of numbers, because a
+# layout may come to tens of thousands, and such tuples are spared by Python's garbage collector.
+Run = tuple[int, int, int]
 
 
 class SymbolicTensor(torch.Tensor):
@@ -61,20 +58,21 @@ class SymbolicTensor(torch.Tensor):
         symbol: SymbolicTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 -- the only way to make one
             cls, tuple(shape), dtype=dtype, device=torch.device("meta")
         )
-        symbol.runs = _joined(runs)
+        # What a view passes on is joined already.
+        symbol.runs = runs if isinstance(runs, tuple) else _joined(runs)
         symbol._starts = None
         return symbol
 
     @classmethod
     def of(cls, source: int, shape: Sequence[int], dtype: torch.dtype) -> SymbolicTensor:
         """The symbol for a whole source tensor."""
-        return cls(shape, dtype, (Run(source, 0, math.prod(shape)),))
+        return cls(shape, dtype, [(source, 0, math.prod(shape))])
 
     @property
     def starts(self) -> list[int]:
         """Where each run begins in the symbol's own order, and where the last one ends."""
         if self._starts is None:
-            self._starts = list(itertools.accumulate((run.length for run in self.runs), initial=0))
+            self._starts = list(itertools.accumulate((length for _, _, length in self.runs), initial=0))
         return self._starts
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch declares no types
@@ -105,17 +103,20 @@ class SymbolicTensor(torch.Tensor):
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
     """Neighbours that are neighbours in the source too become one run."""
+    # A layout may well come to tens of thousands of runs, so this is written for speed.
     result: list[Run] = []
-    for run in runs:
-        if run.length == 0:
-            continue
-        last = result[-1] if result else None
-        if last is not None and last.source == run.source and last.start + last.length == run.start:
-            result[-1] = Run(last.source, last.start, last.length + run.length)
-        else:
-            result.append(run)
-            if len(result) > MAX_RUNS:
+    source, start, end = -1, 0, 0
+    for next_source, next_start, length in runs:
+        if next_source == source and next_start == end:
+            end += length
+        elif length:
+            if end > start:
+                result.append((source, start, end - start))
+            source, start, end = next_source, next_start, next_start + length
+            if len(result) >= MAX_RUNS:
                 raise _too_many_runs()
+    if end > start:
+        result.append((source, start, end - start))
     return tuple(result)
 
 
@@ -123,20 +124,27 @@ def _too_many_runs() -> Untraceable:
     return Untraceable(f"more than {MAX_RUNS} separate pieces")
 
 
-def _cut(symbol: SymbolicTensor, ranges: Iterable[tuple[int, int]]) -> Iterator[list[Run]]:
+def _cut(symbol: SymbolicTensor, ranges: Iterable[tuple[int, int]]) -> Iterator[Sequence[Run]]:
     """For each range (start, length) of a symbol's element order its runs."""
+    runs = symbol.runs
+    if len(runs) == 1:
+        source, first, _ = runs[0]
+        for start, length in ranges:
+            yield ((source, first + start, length),)
+        return
     starts = symbol.starts
     for start, length in ranges:
         end = start + length
         at = bisect.bisect_right(starts, start) - 1
-        runs = []
+        found = []
         while start < end:
-            run, offset = symbol.runs[at], start - starts[at]
-            count = min(run.length - offset, end - start)
-            runs.append(Run(run.source, run.start + offset, count))
+            source, first, size = runs[at]
+            offset = start - starts[at]
+            count = min(size - offset, end - start)
+            found.append((source, first + offset, count))
             start += count
             at += 1
-        yield runs
+        yield found
 
 
 def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +238,7 @@ def _side_by_side(
     return SymbolicTensor(shape, dtype, itertools.chain.from_iterable(in_turn))
 
 
-def _blocks(symbol: SymbolicTensor, count: int) -> Iterator[list[Run]]:
+def _blocks(symbol: SymbolicTensor, count: int) -> Iterator[Sequence[Run]]:
     size = symbol.numel() // count
     return _cut(symbol, ((i * size, size) for i in range(count)))
 

@@ -105,6 +105,8 @@ class ConversionMapper:
             targets=(renamed,),
             function=functools.partial(self._convert, converter=converter, target=renamed),
             rule=f"transformers: {' + '.join(map(repr, converter.operations))}",
+            # Some conversions take scales that only the quantised variant of a checkpoint has.
+            lenient=True,
         )
         slot = converter.source_patterns.index(pattern)
         index = self._index(name, pattern) if group.lists[slot] else None

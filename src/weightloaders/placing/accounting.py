@@ -95,8 +95,8 @@ def _settle_missing(placing: Placing) -> None:
     for name in targets.by_name:
         canonical = targets.canonical[name]
         if canonical in filled:
-            if canonical != name and filled[canonical][1] != name:
-                plan.tied.setdefault(name, canonical)
+            if placing.fillers[canonical] != name:
+                plan.tied.setdefault(name, placing.fillers[canonical])
         elif name in plan.tied:
             continue
         elif canonical in placing.spoilt:

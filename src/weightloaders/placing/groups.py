@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weightloaders.mapping.names import Group
+    from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
 
 
@@ -45,16 +46,22 @@ class GroupState:
             info for argument in self.arguments() for info in (argument if isinstance(argument, tuple) else [argument])
         ]
 
+    def absence(self) -> str | None:
+        """Which parts are missing, if any are."""
+        absent = [slot for slot, members in zip(self.group.slots, self.members, strict=True) if not members]
+        if not absent:
+            return None
+        present = [info.name for members in self.members for _, info in members]
+        return f"of the parts of {listed(self.group.targets)}, {listed(absent)} is missing; there is {listed(present)}"
+
     def problem(self) -> str | None:
         """Why the function can't be run: parts missing, twice, or indices that are not 0 to E-1."""
+        if not self.group.lenient and (absence := self.absence()):
+            return absence
         title = listed(self.group.targets)
-        absent = [slot for slot, members in zip(self.group.slots, self.members, strict=True) if not members]
-        if absent:
-            present = [info.name for members in self.members for _, info in members]
-            return f"of the parts of {title}, {listed(absent)} is missing; there is {listed(present)}"
         counts = {}
         for slot, is_list, members in zip(self.group.slots, self.group.lists, self.members, strict=True):
-            if is_list:
+            if is_list and members:
                 counts[slot] = len(members)
                 fault = _index_fault(members)
                 if fault is not None:
@@ -69,9 +76,10 @@ class GroupState:
     def arguments(self) -> list[TensorInfo | tuple[TensorInfo, ...]]:
         """What the function gets: one source a slot, or a tuple of them in index order."""
         return [
-            tuple(info for _, info in sorted(members, key=lambda member: member[0] or 0)) if is_list else members[0][1]
+            tuple(info for _, info in sorted(members, key=lambda member: member[0] or 0))
+            if is_list or not members
+            else members[0][1]
             for is_list, members in zip(self.group.lists, self.members, strict=True)
-            if members
         ]
 
 
@@ -89,6 +97,10 @@ def _index_fault(members: Sequence[tuple[int | None, TensorInfo]]) -> str | None
     return None
 
 
+class Incomplete(Exception):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
+    """Parts of a group are missing, or there are too many; the message says which."""
+
+
 class Outcome(NamedTuple):
     """What a group's function makes of its sources.
 
@@ -101,12 +113,34 @@ class Outcome(NamedTuple):
     computed: str = ""
 
 
-def run_without_values(state: GroupState) -> Outcome:
-    """Run a group's function on symbols, and where that can't be, on tensors without values.
+def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
+    """What a group's function makes of what has been found.
+
+    Args:
+        state: The group.
+        targets: What the model wants filled.
 
     Raises:
+        Incomplete: If parts are missing, or there are too many.
         RuleError: If the function can't be applied to tensors of these shapes.
     """
+    problem, absence = state.problem(), state.absence()
+    if problem is not None:
+        raise Incomplete(problem)
+    try:
+        outcome = _run_without_values(state)
+    except RuleError as error:
+        if absence is not None:
+            raise Incomplete(absence) from error
+        raise
+    results = {name: result for name, result in outcome.results.items() if result is not None and name in targets}
+    if absence is not None and any(tuple(r.shape) != targets[name].shape for name, r in results.items()):
+        raise Incomplete(absence)
+    return outcome
+
+
+def _run_without_values(state: GroupState) -> Outcome:
+    """Run the function on symbols, and where that can't be, on tensors without values."""
     numbers = {id(info): number for number, info in enumerate(state.infos)}
     try:
         results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
@@ -143,5 +177,6 @@ def _run(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> Mappi
 def pieces_of(symbol: SymbolicTensor, infos: Sequence[TensorInfo]) -> tuple[Piece, ...]:
     """Where the elements of a traced result come from."""
     return tuple(
-        Piece(infos[run.source], run.start, at, run.length) for run, at in zip(symbol.runs, symbol.starts, strict=False)
+        Piece(infos[source], start, at, length)
+        for (source, start, length), at in zip(symbol.runs, symbol.starts, strict=False)
     )

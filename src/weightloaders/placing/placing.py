@@ -9,7 +9,7 @@ from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.symbolic import SymbolicTensor
 from weightloaders.placing.accounting import settle
 from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
-from weightloaders.placing.groups import GroupState, pieces_of, run_without_values
+from weightloaders.placing.groups import GroupState, Incomplete, Outcome, outcome_of, pieces_of
 from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Piece, Policies
 from weightloaders.weights.reading import read_tensor, same_values
 
@@ -38,7 +38,8 @@ class Placing:
     Attributes:
         plan: What has been found so far.
         filled: Name of a memory (see `Targets.canonical`) -> the source that fills it, where just one does, and the
-            name it came under.
+            source's name.
+        fillers: Name of a memory -> the target through which it is filled.
         spoilt: Memories that something was meant for and did not fit: they are not missing a second time.
         handed: Target -> name of a part -> the source handed to the parameter's own loader for it.
         parts: Target -> the parts that its own loader is to get.
@@ -58,6 +59,7 @@ class Placing:
         self.ignore_unexpected = ignore_unexpected
         self.plan = LoadPlan()
         self.filled: dict[str, tuple[TensorInfo | None, str]] = {}
+        self.fillers: dict[str, str] = {}
         self.spoilt: set[str] = set()
         self.handed: dict[str, dict[str, str]] = {}
         self.parts: dict[str, tuple[str, ...]] = {}
@@ -77,9 +79,14 @@ class Placing:
             self._second_source(target, info)
         elif not self._comes_with_partner(target, info):
             self._note_cast(target, info.dtype, info)
-            self.filled[canonical] = (info, info.name)
+            self._fill(target, info, info.name)
             pieces = (Piece(info, 0, 0, info.numel),) if info.numel else ()
             self.plan.steps.append(CopyStep(target, pieces, rules))
+
+    def _fill(self, target: Target, info: TensorInfo | None, source: str) -> None:
+        canonical = self.targets.canonical[target.name]
+        self.filled[canonical] = (info, source)
+        self.fillers[canonical] = target.name
 
     def _comes_with_partner(self, target: Target, info: TensorInfo) -> bool:
         """Whether a declared tie's other name is filled from the very same bytes (as torch's own files have it)."""
@@ -108,7 +115,8 @@ class Placing:
         handed[part] = info.name
         self.parts[target.name] = claim.parts
         self.plan.steps.append(CallStep(target, info, claim.shard_id, claim.rules))
-        self.filled.setdefault(canonical, (None if part else info, info.name))
+        if canonical not in self.filled:
+            self._fill(target, None if part else info, info.name)
 
     def _second_source(self, target: Target, info: TensorInfo) -> None:
         """One memory, two sources: fine where they are equal, an error where they are not."""
@@ -121,8 +129,8 @@ class Placing:
             return
         if not equal:
             self._conflict(target, info, other_name)
-        elif target.name != canonical:
-            self.plan.tied[target.name] = canonical
+        elif target.name != self.fillers[canonical]:
+            self.plan.tied[target.name] = self.fillers[canonical]
 
     def _conflict(self, target: Target, info: TensorInfo, other: str) -> None:
         tied = self.targets.tied_to(target.name)
@@ -183,19 +191,17 @@ class Placing:
             for info in members:
                 self._unwanted(info.name, result, f"{state.group.rule} would make {result!r} of it")
             return
-        problem = state.problem()
-        if problem is not None:
-            self._incomplete(known, problem, members)
-            return
         try:
-            steps = self._steps_of(state)
+            outcome = outcome_of(state, self.targets.by_name)
+        except Incomplete as problem:
+            self._incomplete(known, str(problem), members)
         except WeightLoadersError as error:
             self.plan.findings.append(
                 Finding("rule", "error", error.message, tuple(known), file_of(members[0]), error.hint)
             )
             self.spoilt.update(self.targets.canonical[name] for name in known)
-            return
-        self.plan.steps.extend(steps)
+        else:
+            self.plan.steps.extend(self._steps_of(state, outcome))
 
     def _incomplete(self, known: Sequence[str], problem: str, members: Sequence[TensorInfo]) -> None:
         severities = {self.policies.missing(name) for name in known}
@@ -209,9 +215,8 @@ class Placing:
         self.plan.missing.extend(known)
         self.spoilt.update(self.targets.canonical[name] for name in known)
 
-    def _steps_of(self, state: GroupState) -> list[CopyStep | ComputeStep]:
-        infos = state.infos
-        results, computed = run_without_values(state)
+    def _steps_of(self, state: GroupState, outcome: Outcome) -> list[CopyStep | ComputeStep]:
+        infos, (results, computed) = state.infos, outcome
         taken: dict[str, Target] = {}
         for name, result in results.items():
             target = self.targets.by_name.get(name)
@@ -240,7 +245,7 @@ class Placing:
             return False
         if result is not None:
             self._note_cast(target, result.dtype, infos[0])
-        self.filled[canonical] = (None, infos[0].name)
+        self._fill(target, None, infos[0].name)
         return True
 
     # -- what is left
