@@ -35,7 +35,8 @@ class Progress:
             raise ConfigError(f"progress={option!r}: None, True, False or a function is expected")
         self._function = option if callable(option) else None
         shown = self._function is None and option is not False and _switched_on() and _first_rank()
-        self._with_bar = shown and (option is True or sys.stderr.isatty())
+        # A program without a console has no stderr.
+        self._with_bar = shown and sys.stderr is not None and (option is True or sys.stderr.isatty())
         self._with_lines = shown and not self._with_bar
         self._bar: Any = None
         self._next_quarter = 1
@@ -61,7 +62,8 @@ class Progress:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=event.total_bytes, unit="B", unit_scale=True, desc="Loading weights", leave=False)
+            total = event.total_bytes or None
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", leave=False)
         self._bar.update(event.done_bytes - self._bar.n)
 
 

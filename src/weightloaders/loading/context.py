@@ -71,10 +71,13 @@ def current_context(model: nn.Module) -> LoadContext:
 @contextlib.contextmanager
 def within(context: LoadContext, model: nn.Module) -> Iterator[None]:
     """Make this the current load."""
-    token = _current.set((model, context))
+    token, outer = _current.set((model, context)), _running.get(model)
     _running[model] = context
     try:
         yield
     finally:
-        _running.pop(model, None)
         _current.reset(token)
+        if outer is None:
+            _running.pop(model, None)
+        else:
+            _running[model] = outer
