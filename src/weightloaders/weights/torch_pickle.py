@@ -37,6 +37,10 @@ _lock = threading.RLock()
 _ALLOCATORS = re.compile(rb"c(?:builtins|__builtin__)\nbytearray\n|ctorch[.\w]*\n(?:\w*Tensor|(?:Unt|T)ypedStorage)\n")
 _CALLS = (b"R", b"\x81", b"b")  # the opcodes REDUCE, NEWOBJ and BUILD
 
+# Where the classes of tensors that are spread over processes live. Where they were imported torch admits them,
+# but what such a file holds is one process's part.
+_SHARDED = re.compile(r"torch\.distributed\.(?:_?tensor|_shard)\b")
+
 _RESAVE = "where it was made: torch.save(model.state_dict(), path)"
 
 
@@ -126,6 +130,7 @@ def unpickle(
     name, start = storages.file, file.tell()
     unpickler: Any = Unpickler(file, encoding="utf-8")
     unpickler.persistent_load = storages.persistent_load
+    unpickler.readline = _without_shards(file.readline)
     if watch is not None:
         unpickler.read = _watched(unpickler, watch, name)
     with admitted(safe_globals), _on_meta(), warnings.catch_warnings():
@@ -196,6 +201,18 @@ def _checked_global(item: Any) -> Any:
     if callable(item) or (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], str)):
         return item
     raise OptionsError(f"safe_globals holds classes and functions, not {item!r}")
+
+
+def _without_shards(readline: Callable[[], bytes]) -> Callable[[], bytes]:
+    """The unpickler's ``readline``, by which it reads the names of globals; it stops at those of sharded tensors."""
+
+    def read() -> bytes:
+        line = readline()
+        if _SHARDED.match(line.decode("utf-8", "replace")):
+            raise pickle.UnpicklingError("it holds tensors that are sharded over processes")
+        return line
+
+    return read
 
 
 def _watched(unpickler: Any, limit: int, name: str) -> Callable[[int], bytes]:
@@ -318,4 +335,4 @@ def _globals_of(pickled: IO[bytes]) -> tuple[list[str], bool]:
             elif isinstance(argument, str):
                 strings = [*strings[-1:], argument]
         complete = True
-    return [name for name in found if name not in known], complete
+    return [name for name in found if name not in known or _SHARDED.match(name)], complete
