@@ -452,6 +452,18 @@ def test_a_function_that_looks_at_values_is_run_on_real_tensors_too(function: An
     assert torch.equal(model.w.data, counted(2, 3).t())
 
 
+def test_a_function_that_catches_what_a_trace_throws_at_it_is_not_believed() -> None:
+    def careless(w: torch.Tensor) -> torch.Tensor:
+        try:
+            return w * 2
+        except Exception:
+            return w
+
+    model = Model(w=(2, 2))
+    load(model, {"w": counted(2, 2)}, Convert("w", "w", careless))
+    assert torch.equal(model.w.data, counted(2, 2) * 2)
+
+
 def test_a_function_of_another_module_is_named_in_text() -> None:
     model = Model(w=(2, 2))
     load(model, {"w": torch.full((2, 2), 4.0)}, Convert("w", "w", "torch:sqrt"))

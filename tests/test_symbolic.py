@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightloaders.mapping.symbolic import MAX_RUNS, SymbolicTensor, Untraceable
+from weightloaders.mapping.symbolic import MAX_RUNS, SymbolicTensor, Untraceable, tracing
 
 
 def symbol(*shape: int, source: int = 0) -> SymbolicTensor:
@@ -234,6 +234,21 @@ UNTRACEABLE = {
 def test_what_is_no_rearrangement_is_untraceable(function: Any) -> None:
     with pytest.raises(Untraceable):
         function(symbol(4, 6))
+
+
+def test_code_that_catches_every_exception_is_found_out() -> None:
+    def careless(tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return tensor * 2
+        except Exception:
+            return tensor
+
+    with pytest.raises(Untraceable, match=r"aten\.mul"), tracing():
+        careless(symbol(4, 6))
+    with tracing():
+        symbol(4, 6).t()
+    with pytest.raises(ValueError, match="its own"), tracing():
+        raise ValueError("its own")
 
 
 @pytest.mark.parametrize(

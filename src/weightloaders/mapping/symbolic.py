@@ -11,8 +11,10 @@ then runs the same code on real tensors.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import math
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,6 +29,32 @@ MAX_RUNS = 1 << 16
 
 class Untraceable(Exception):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
     """The code does something that is not a rearrangement; the message is the operation's name."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        refusals = _refusals.get()
+        if refusals is not None:
+            refusals.append(reason)
+
+
+_refusals: ContextVar[list[str] | None] = ContextVar("weightloaders_refusals", default=None)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Run torch code on symbols within this: then what it may not do is noticed even if it catches every exception.
+
+    Raises:
+        Untraceable: At the end, if the code met one and went on.
+    """
+    token = _refusals.set([])
+    try:
+        yield
+        refusals = _refusals.get()
+    finally:
+        _refusals.reset(token)
+    if refusals:
+        raise Untraceable(refusals[0])
 
 
 # The number of a source, the first element in its row-major order, and how many. Plain tuples of numbers, because a

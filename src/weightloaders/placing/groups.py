@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weightloaders.errors import RuleError, WeightLoadersError
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable
+from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable, tracing
 from weightloaders.plan import Piece, listed
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ def _run_without_values(state: GroupState) -> Outcome:
     """Run the function on symbols, and where that can't be, on tensors without values."""
     numbers = {id(info): number for number, info in enumerate(state.infos)}
     try:
-        results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
+        with tracing():
+            results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
         if not all(isinstance(result, SymbolicTensor) for result in results.values()):
             raise Untraceable("a result that does not come from the source")
         return Outcome(results)
