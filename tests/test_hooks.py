@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from weightloaders.errors import (
     RuleError,
     UnknownLoaderError,
 )
+from weightloaders.mapping.rules import Drop, Rename
 from weightloaders.testing import fake_distribution, isolated_registry
 
 GROUP = "weightloaders.hooks"
@@ -55,7 +57,7 @@ def on_progress(event): calls.append(("progress", event))
 @hookimpl
 def after_load(report): calls.append(("after", report))
 @hookimpl
-def rules_for(model): return [model]
+def rules_for(model): return {'drop': [model]}
 """
 
 
@@ -75,7 +77,7 @@ def test_a_plugin_sees_a_load_from_beginning_to_end(install):
     hooks.on_progress("event")
     hooks.after_load("report")
     assert module("watcher").calls == [("before", "plan"), ("progress", "event"), ("after", "report")]
-    assert hooks.rules_for("model") == [("watcher 1.0 (watcher)", ["model"])]
+    assert hooks.rules_for("model") == [("watcher 1.0 (watcher)", (Drop("model"),))]
 
 
 def test_knowing_the_plugins_imports_none(install):
@@ -109,7 +111,9 @@ def test_a_plugin_is_imported_and_asked_to_register_once_by_however_many_threads
 
 
 def test_a_plugin_may_be_an_object_or_a_class(install):
-    body = "class Plugin:\n    @hookimpl\n    def rules_for(self, model): return 'rule' if model == 1 else None\n"
+    body = "class Plugin:\n    @hookimpl\n    def rules_for(self, model): return {'drop': 'x'} if model == 1 else []\n"
+        "class Plugin:\n    @hookimpl\n    def rules_for(self, model): return {'drop': 'x'} if model == 1 else None\n"
+    )
     install("classy", body, target="classy:Plugin")
     install("objective", body + "plugin = Plugin()\n", target="objective:plugin")
     assert [name for name, _ in hooks.rules_for(1)] == ["classy 1.0 (classy)", "objective 1.0 (objective)"]
@@ -118,29 +122,50 @@ def test_a_plugin_may_be_an_object_or_a_class(install):
 
 def test_plugins_are_called_by_name_unless_they_ask_to_be_first(install):
     for name in ("b", "c", "a"):
-        install(f"hook_{name}", f"@hookimpl\ndef rules_for(model): return ['{name}']\n")
-    install("hook_z", "@hookimpl(tryfirst=True)\ndef rules_for(): return ['z']\n")
-    assert [rules for _, rules in hooks.rules_for(object())] == [["z"], ["a"], ["b"], ["c"]]
+        install(f"hook_{name}", f"@hookimpl\ndef rules_for(model): return {{'drop': '{name}'}}\n")
+    install("hook_z", "@hookimpl(tryfirst=True)\ndef rules_for(): return {'drop': 'z'}\n")
+    assert [rule.pattern for _, (rule,) in hooks.rules_for(object())] == ["z", "a", "b", "c"]
 
 
 @pytest.mark.parametrize(
     ("body", "rules"),
     [
-        ("return 3", [3]),
-        ("return (1, 2)", [1, 2]),
-        ("yield 1\n    yield 2", [1, 2]),
+        ("return Drop('a')", (Drop("a"),)),
+        ("return Drop('a'), Rename('a', 'b')", (Drop("a"), Rename("a", "b"))),
+        ("yield Drop('a')\n    yield Drop('b')", (Drop("a"), Drop("b"))),
+        ("return {'rename': {'a': 'b'}}", (Rename("a", "b"),)),
+        ("return 'drop: [a]'", (Drop("a"),)),
         ("return []", None),
         ("pass", None),
     ],
 )
 def test_rules_come_one_or_several_or_not_at_all(install, body, rules):
-    install("ruler", f"@hookimpl\ndef rules_for(model):\n    {body}\n")
+    install("ruler", f"from weightloaders import Drop, Rename\n@hookimpl\ndef rules_for(model):\n    {body}\n")
     assert [found for _, found in hooks.rules_for(object())] == ([rules] if rules else [])
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "said"),
+    [
+        ("return 5", RuleError, "these are no rules: 5"),
+        ("return [5]", RuleError, "this is no rule: 5"),
+        ("return {'renam': {'a': 'b'}}", RuleError, "rules have no key 'renam'"),
+        ("yield {}['absent']", BrokenPluginError, "failed in rules_for: KeyError"),
+        ("raise type('Boom', (BaseException,), {})", BrokenPluginError, "failed in rules_for: Boom"),
+    ],
+)
+def test_what_a_plugin_gives_for_rules_that_are_none_is_refused_in_its_name(install, body, error, said):
+    install("ruler", f"@hookimpl\ndef rules_for(model):\n    {body}\n")
+    with pytest.raises(error, match=re.escape(said)) as caught:
+        hooks.rules_for(object())
+    assert "ruler 1.0" in caught.value.plugin
+    assert "ruler 1.0" in str(caught.value)
 
 
 BREAKAGES = {
     "missing": ("import not_installed_anywhere", "install 'not_installed_anywhere'"),
     "exit": ("raise SystemExit(1)", "SystemExit: 1"),
+    "its own kind": ("class Boom(BaseException): pass\nraise Boom('bang')", "Boom: bang"),
     "late exit": (WATCHER + "raise SystemExit(1)", "SystemExit: 1"),
     "registering": (
         WATCHER + "@hookimpl\ndef register_loaders(registrar): registrar.register('x', 1); 1/0",
@@ -170,7 +195,7 @@ def test_a_broken_plugin_is_rolled_back_and_disturbs_no_other(install, kind):
     assert "'a_bad' of a_bad 1.0" in error
     assert status("watcher") == ("ok", None)
     assert [p.loaders for p in hooks.load_plugins()] == [(), ()]
-    assert [name for name, _ in hooks.rules_for(1)] == ["watcher 1.0 (watcher)"]
+    assert [name for name, _ in hooks.rules_for("x")] == ["watcher 1.0 (watcher)"]
     hooks.before_load("plan")
     assert module("watcher").calls == [("before", "plan")]
     assert "a_bad" not in sys.modules or module("a_bad").calls == []
@@ -287,7 +312,7 @@ def after_load(report):
 """
 
 
-@pytest.mark.parametrize("error", ["ValueError('oh')", "SystemExit"])
+@pytest.mark.parametrize("error", ["ValueError('oh')", "SystemExit", "type('Boom', (BaseException,), {})"])
 def test_a_hook_that_fails_while_watching_is_logged_once_in_a_load(install, caplog, error):
     install("failing", FAILING_WATCHER.format(error=error))
     install("watcher", WATCHER)

@@ -27,7 +27,7 @@ from weightloaders.errors import (
     UnknownLoaderError,
 )
 from weightloaders.loaders.base import BaseWeightLoader
-from weightloaders.offers import BUILT_IN
+from weightloaders.offers import BUILT_IN, name_of
 from weightloaders.testing import fake_distribution, isolated_registry
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +43,14 @@ class Loader(BaseWeightLoader):
         self.size = size
     def get_weights(self, model_name_or_path):
         return {{}}
+"""
+
+
+A_PROBE = """
+    @classmethod
+    def probe(cls, path):
+        from weightloaders import Probe
+        return Probe.yes()
 """
 
 
@@ -305,6 +313,51 @@ def test_a_target_whose_module_fails_says_so(registry, install):
         registry.create("stumbling:Loader")
 
 
+class Boom(BaseException):
+    pass
+
+
+class Moody(type(BaseWeightLoader)):
+    mood: BaseException = RuntimeError("not for you")
+
+    @property
+    def description(cls):
+        raise Moody.mood
+
+
+@pytest.mark.parametrize("mood", [RuntimeError("not for you"), Boom("not for you")])
+def test_a_class_that_fails_when_it_is_looked_at_is_refused_by_our_own_error(registry, monkeypatch, mood):
+    monkeypatch.setattr(Moody, "mood", mood)
+
+    class Hidden(Other, metaclass=Moody):
+        pass
+
+    for attempt in (registry.resolve, lambda loader: registry.register("hidden", loader)):
+        with pytest.raises(BrokenPluginError, match=r"Hidden' can't be looked at: .*not for you"):
+            attempt(Hidden)
+    monkeypatch.setattr(Moody, "mood", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        registry.resolve(Hidden)
+
+
+def test_what_was_created_knows_how_it_was_asked_for(registry, install):
+    install("loaders-x", {"x": "x_module:Loader"})
+    registry.register("mine", Mine)
+    registry.register("made", lambda: Mine())
+    for loader, name in [
+        ("x", "x"), ("loaders-x:x", "loaders-x:x"), ("x_module:Loader", "x_module:Loader"), ("mine", "mine"),
+        ("made", "made"), (Other, "Other"), (Mine(), "Mine"), ("local", "local"),
+        (registry.get("hf"), "hf"), (registry.get("local")(), "local"),
+    ]:  # fmt: skip
+        assert name_of(registry.resolve(loader)) == name
+
+
+def test_auto_gives_the_name_of_the_loader_that_it_chose(registry, install, tmp_path):
+    install("loaders-x", {"x-format": "x_module:Loader"}, modules={"x_module": A_LOADER.format(module="x") + A_PROBE})
+    (tmp_path / "file.x").touch()
+    assert name_of(registry.resolve("auto", source=str(tmp_path / "file.x"))) == "x-format"
+
+
 # ------------------------------------------------------------------ installed
 
 
@@ -330,11 +383,32 @@ def test_choosing_one_loader_imports_no_other(registry, install):
     assert "y_module" not in sys.modules
 
 
+METACLASS = """
+from abc import ABCMeta
+from weightloaders import BaseWeightLoader
+
+class Meta(ABCMeta):
+    def __getattribute__(cls, name):
+        if name == "{name}":
+            raise RuntimeError("not for you")
+        return super().__getattribute__(name)
+
+class Loader(BaseWeightLoader, metaclass=Meta):
+    def get_weights(self, path): ...
+"""
+
 BREAKAGES = {
     "import": ("import not_installed_anywhere", "No module named 'not_installed_anywhere'"),
     "attribute": ("other = 1", "has no attribute 'Loader'"),
     "syntax": ("def", "SyntaxError"),
     "exit": ("raise SystemExit(3)", "SystemExit: 3"),
+    "its own kind": ("class Boom(BaseException): pass\nraise Boom('bang')", "Boom: bang"),
+    "an error without a text": (
+        "class Odd(Exception):\n    def __str__(self): raise ValueError\nraise Odd",
+        "Odd: (its text can't be had: ValueError)",
+    ),
+    "an error with an odd name": ("raise ModuleNotFoundError('gone', name=3)", "gone"),
+    "its metaclass": (METACLASS.format(name="description"), "RuntimeError: not for you"),
     "contract": ("class Loader: pass", "does not derive from BaseWeightLoader"),
     "abstract": (
         "from weightloaders import BaseWeightLoader as B\nclass Loader(B): pass",
@@ -669,6 +743,18 @@ def test_a_broken_hook_plugin_is_listed_and_mentioned_when_a_name_is_unknown(reg
     (description,) = described(registry, "hook")
     assert (description.origin, description.distribution, description.status) == ("hook", "hooks-bad", "broken")
     assert not described(registry, "hooked")
+
+
+@pytest.mark.parametrize("name", ["description", "__qualname__", "__module__"])
+def test_a_class_from_a_hook_that_hides_itself_breaks_no_other(registry, install, name):
+    hidden = METACLASS.format(name=name)
+    hook = "import weightloaders\n@weightloaders.hookimpl\ndef register_loaders(registrar):\n    registrar.register"
+    install("hooks-bad", {"x": "hook_module"}, group=HOOKS, modules={"hook_module": f"{hidden}\n{hook}('odd', Loader)"})
+    install("hooks-good", {"y": "good_module"}, group=HOOKS, modules={"good_module": A_HOOK})
+    assert registry.describe("hooked").status == "ok"
+    (odd,) = described(registry, "odd")
+    assert odd.distribution == "hooks-bad"
+    assert odd.status == ("broken" if name == "description" else "ok")
 
 
 def test_a_disabled_hook_plugin_is_never_imported(registry, install, monkeypatch):

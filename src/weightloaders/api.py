@@ -11,7 +11,7 @@ import torch
 from weightloaders.errors import ConfigError, SourceNotFoundError
 from weightloaders.loading import LoadContext, check_usable, get_weights, load, load_given, make_plan
 from weightloaders.mapping.parsing import parse_rules
-from weightloaders.offers import BUILT_IN, target_of
+from weightloaders.offers import name_of
 from weightloaders.plan import Policies, PolicyOption
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.skeleton import HUB_OPTIONS, build_skeleton, stored_dtype_of
@@ -120,7 +120,7 @@ def load_into(
         LoadError: If something failed on the way; the model is marked as half-loaded.
     """
     context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
-    return _load(model, source, loader, _resolve(source, loader, loader_kwargs or {}), context)
+    return _load(model, source, _resolve(source, loader, loader_kwargs or {}), context)
 
 
 def load_model(model: nn.Module, source: Any, **options: Any) -> nn.Module:
@@ -197,7 +197,7 @@ def from_pretrained(
         **model_kwargs,
     )
     context = context.changed(dtypes=skeleton.dtypes)
-    report = _load(skeleton.model, where, loader, resolved, context)
+    report = _load(skeleton.model, where, resolved, context)
     skeleton.finalise(report.loaded)
     return skeleton.model, report
 
@@ -305,19 +305,10 @@ def _resolve(source: Any, loader: Any, options: Mapping[str, Any]) -> BaseWeight
     return WeightLoaderRegistry.resolve(loader, options, source=str(source))
 
 
-def _load(
-    model: nn.Module, source: Any, loader: Any, resolved: BaseWeightLoader | None, context: LoadContext
-) -> LoadReport:
-    if resolved is None:
+def _load(model: nn.Module, source: Any, loader: BaseWeightLoader | None, context: LoadContext) -> LoadReport:
+    if loader is None:
         return load_given(model, source, context)
-    # What the user called it, where that was a name.
-    name = loader if isinstance(loader, str) and loader != "auto" else _name_of(resolved)
-    return load(model, resolved, str(source), context.changed(loader=name))
-
-
-def _name_of(loader: Any) -> str:
-    """A loader's name for the report: the built-in's, else its class's."""
-    return next((name for name, target in BUILT_IN.items() if target == target_of(type(loader))), type(loader).__name__)
+    return load(model, loader, str(source), context.changed(loader=name_of(loader)))
 
 
 def _stored_dtype(source: Any, resolved: Any) -> torch.dtype | None:

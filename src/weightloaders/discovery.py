@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.errors import BrokenPluginError, LoaderNameError
+from weightloaders.errors import BrokenPluginError, LoaderNameError, summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -182,19 +182,21 @@ def imported(plugin: Plugin) -> Any:
     """Import what a plugin names.
 
     Raises:
-        BrokenPluginError: If that fails in any way, an exit of the interpreter included; an interrupt passes.
+        BrokenPluginError: Whatever the plugin's code raised, an exit of the interpreter included; an interrupt passes.
     """
     if plugin.problem is not None:
         raise BrokenPluginError(f"{plugin} can't be used: {plugin.problem}", plugin=plugin.label)
     try:
         return import_target(plugin.target)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise broken(plugin, "can't be imported", error) from error
 
 
 def broken(plugin: Plugin, what: str, error: BaseException) -> BrokenPluginError:
     """The error for a plugin that failed: who, where, what, and what to do about it."""
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    missing = str(error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     is_its_own = missing == plugin.target.partition(":")[0].partition(".")[0]
     remedy = (
         f"install {missing!r}"
@@ -207,9 +209,3 @@ def broken(plugin: Plugin, what: str, error: BaseException) -> BrokenPluginError
         plugin=plugin.label if plugin.distribution else None,
         hint=remedy + switch_off,
     )
-
-
-def summary(error: BaseException) -> str:
-    """An exception in one phrase: its type and what it says."""
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -92,6 +92,17 @@ class WeightLoadersError(Exception):
         return (_rebuild, (type(self), self.args, dict(self.__dict__)))
 
 
+def summary(error: BaseException) -> str:
+    """An exception in one phrase: its type and what it says."""
+    try:
+        text = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:  # noqa: BLE001 -- an exception of somebody else's makes its text by code of theirs
+        text = f"(its text can't be had: {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _rebuild(kind: type[WeightLoadersError], args: tuple[Any, ...], state: Mapping[str, Any]) -> WeightLoadersError:
     error = kind.__new__(kind, *args)
     error.args = args

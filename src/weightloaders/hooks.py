@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
-from weightloaders.discovery import Plugin, broken, check_name, did_you_mean, imported, installed, summary
-from weightloaders.errors import BrokenPluginError, LoaderNameError, WeightLoadersError
+from weightloaders.discovery import Plugin, broken, check_name, did_you_mean, imported, installed
+from weightloaders.errors import BrokenPluginError, LoaderNameError, WeightLoadersError, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
+    from weightloaders.mapping.rules import Rule
     from weightloaders.plan import LoadPlan
     from weightloaders.report import LoadReport
     from weightloaders.transfer.engine import ProgressEvent
@@ -86,7 +87,7 @@ class HookSpecs:
 
     @_hookspec
     def rules_for(self, model: torch.nn.Module) -> Any:
-        """Return rules (`Rename`, `Convert`, `Drop`) for a model, one or several, or None.
+        """Return rules for a model, one or several (`Rename`, `Convert`, `Drop`, or as YAML has them), or None.
 
         They come last: they are for names that the caller's rules and the model's own declarations leave over, and that
         are not yet the model's. A model that fills itself by a ``load_weights`` of its own is not asked about. If this
@@ -196,7 +197,9 @@ def _load(plugin: Plugin, manager: pluggy.PluginManager) -> HookPlugin:
     try:
         target = imported(plugin)
         _register(plugin, target() if isinstance(target, type) else target, manager, registrar)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 -- one broken plugin never breaks another
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 -- one broken plugin never breaks another
         logger.warning("the hook plugin %r of %s is left out: %s", plugin.name, plugin.label, summary(error))
         told = error if isinstance(error, BrokenPluginError) else broken(plugin, "can't be registered", error)
         return HookPlugin(plugin, "broken", str(told))
@@ -255,18 +258,20 @@ def _implementations(hook: str) -> list[pluggy.HookImpl]:
     return caller.get_hookimpls()[::-1]
 
 
-def rules_for(model: torch.nn.Module) -> list[tuple[str, list[Any]]]:
+def rules_for(model: torch.nn.Module) -> list[tuple[str, tuple[Rule, ...]]]:
     """The rules that plugins have for a model, as pairs of plugin and rules, without the empty ones.
 
     Raises:
         BrokenPluginError: If a plugin's hook fails.
-        WeightLoadersError: What a hook raised of that kind, e.g. a `RuleError`.
+        RuleError: If what it returns are no rules.
+        WeightLoadersError: What a hook raised of that kind.
     """
+    from weightloaders.mapping.parsing import parse_rules
+
     found = []
     for impl in _implementations("rules_for"):
         with _naming(impl):
-            rules = _call(impl, model=model)
-            rules = [] if rules is None else list(rules) if hasattr(rules, "__iter__") else [rules]
+            rules = parse_rules(_call(impl, model=model))
         if rules:
             found.append((impl.plugin_name, rules))
     return found
@@ -307,7 +312,9 @@ def _naming(impl: pluggy.HookImpl) -> Iterator[None]:
     except WeightLoadersError as error:
         error.plugin = error.plugin or impl.plugin_name
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise broken(_plugin_of(impl), f"failed in {impl.function.__name__}", error) from error
 
 
@@ -315,7 +322,9 @@ def _succeeds(impl: pluggy.HookImpl, **arguments: Any) -> bool:
     """Call a hook that only watches; log what it raises."""
     try:
         _call(impl, **arguments)
-    except (Exception, SystemExit):
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         logger.exception("%s of the hook plugin %s failed", impl.function.__name__, impl.plugin_name)
         return False
     return True

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightloaders import __version__, hooks
-from weightloaders.discovery import DISABLE_VARIABLE, KNOWN_PACKAGES, Plugin, did_you_mean, imported, installed
+from weightloaders.discovery import DISABLE_VARIABLE, KNOWN_PACKAGES, Plugin, broken, did_you_mean, imported, installed
 from weightloaders.errors import (
     BrokenPluginError,
     LoaderConflictError,
@@ -99,22 +99,39 @@ class Offer:
         """Import the loader, and see that it is one.
 
         Raises:
-            BrokenPluginError: If it can't be imported.
+            BrokenPluginError: If it can't be imported, or looking at it runs code that fails.
             LoaderContractError: If it is no loader.
         """
-        return checked(imported(self.plugin) if self.loader is None else self.loader, self.culprit)
+        return checked(imported(self.plugin) if self.loader is None else self.loader, self.plugin)
 
     def __str__(self) -> str:
         owner = "the built-in" if self.origin == "built-in" else f"{self.plugin.label}'s"
         return f"{owner} {self.plugin.target}"
 
 
-def checked(loader: Any, plugin: str | None = None) -> LoaderFactory:
+def checked(loader: Any, plugin: Plugin) -> LoaderFactory:
     """The loader itself, if it keeps the contract.
 
+    Args:
+        loader: What may be a loader.
+        plugin: Where it comes from.
+
     Raises:
+        BrokenPluginError: If looking at it runs code that fails, a metaclass's for one.
         LoaderContractError: If it is a class that is no loader or is abstract, or can't be called at all.
     """
+    try:
+        _check(loader, plugin.label if plugin.distribution else None)
+        description_of(loader)
+    except (LoaderContractError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise broken(plugin, "can't be looked at", error) from error
+    factory: LoaderFactory = loader
+    return factory
+
+
+def _check(loader: Any, plugin: str | None) -> None:
     if isinstance(loader, type):
         if not issubclass(loader, BaseWeightLoader):
             raise LoaderContractError(
@@ -130,15 +147,40 @@ def checked(loader: Any, plugin: str | None = None) -> LoaderFactory:
             f"a loader is a class derived from BaseWeightLoader, or a factory of such loaders, not {loader!r}",
             plugin=plugin,
         )
-    factory: LoaderFactory = loader
-    return factory
+
+
+def description_of(loader: LoaderFactory) -> str:
+    """What a loader says of itself, for people; empty where it says nothing."""
+    said = getattr(loader, "description", "")
+    return said if isinstance(said, str) else ""
 
 
 def target_of(loader: Any) -> str:
     """``"package.module:Class"`` for a class or a factory."""
     loader = loader.func if isinstance(loader, partial) else loader
-    kind = loader if hasattr(loader, "__qualname__") else type(loader)
-    return f"{kind.__module__}:{kind.__qualname__}"
+    kind = loader if isinstance(loader, type) or inspect.isroutine(loader) else type(loader)
+    try:
+        return f"{kind.__module__}:{kind.__qualname__}"
+    except Exception:  # noqa: BLE001 -- a metaclass may keep even the name to itself
+        return f"{type(kind).__module__}:{type(kind).__qualname__}"
+
+
+def given(loader: Any) -> Offer:
+    """The offer for a class or a factory that was given itself rather than by a name. Raises as `checked` does."""
+    target = target_of(loader)
+    plugin = Plugin(_short_name(target), target)
+    return Offer(plugin, "run time", checked(loader, plugin))
+
+
+def name_of(loader: BaseWeightLoader) -> str:
+    """How a loader is called: as it was asked for, or as the class that it is."""
+    created_as = loader._created_as  # noqa: SLF001 -- what the registry wrote there
+    return _short_name(target_of(type(loader))) if created_as is None else created_as[0]
+
+
+def _short_name(target: str) -> str:
+    built_in = next((name for name, other in BUILT_IN.items() if other == target), None)
+    return built_in or target.replace(":", ".").rpartition(".")[2]
 
 
 # ------------------------------------------------------------------ the places

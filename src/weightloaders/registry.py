@@ -79,9 +79,9 @@ class WeightLoaderRegistry:
         registrar = active_registrar()
         if registrar is not None:
             # A hook plugin that calls this answers for it like for all else: kept if it comes up, else taken back.
-            registrar.register(name, offers.checked(loader))
+            registrar.register(name, offers.given(loader).load())
             return
-        target = offers.target_of(offers.checked(loader))
+        target = offers.given(loader).plugin.target
         offer = Offer(Plugin(check_name(name), target), "run time", loader)
         # A module that registers what its own entry point declares says the same thing twice.
         elsewhere = [
@@ -171,8 +171,8 @@ class WeightLoaderRegistry:
             offer = offers.find(loader, cls._registered)
             created = cls._create(offer.load(), kwargs or {}, loader, offer.culprit)
         else:
-            factory = offers.checked(loader)
-            created = cls._create(factory, kwargs or {}, getattr(factory, "__name__", repr(factory)), None)
+            offer = offers.given(loader)
+            created = cls._create(offer.load(), kwargs or {}, offer.name, None)
         return created.choose(source) if isinstance(created, AutoLoader) and source is not None else created
 
     @classmethod
@@ -283,7 +283,7 @@ def _tried(offer: Offer) -> LoaderDescription:
         loader = offer.load()
     except RegistryError as error:
         return _description(offer, "broken", str(error))
-    return _description(offer, "ok", description=str(getattr(loader, "description", "")))
+    return _description(offer, "ok", description=offers.description_of(loader))
 
 
 def _failed_hooks() -> list[LoaderDescription]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.discovery import KNOWN_PACKAGES, summary
-from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceNotFoundError
+from weightloaders.discovery import KNOWN_PACKAGES
+from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceNotFoundError, summary
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
 
@@ -76,7 +76,9 @@ class AutoLoader(BaseWeightLoader):
                 try:
                     loader = candidate.load()
                     answer = _probe(loader, model_name_or_path)
-                except (Exception, SystemExit) as error:  # noqa: BLE001 -- one broken loader never hides another
+                except KeyboardInterrupt:
+                    raise
+                except BaseException as error:  # noqa: BLE001 -- one broken loader never hides another
                     logger.warning("the loader %r failed while it was asked: %s", candidate.name, summary(error))
                     reasons[candidate.name] = f"failed with {summary(error)}"
                     continue

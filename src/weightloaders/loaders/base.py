@@ -58,6 +58,10 @@ class BaseWeightLoader(ABC):
     Options: ClassVar[type[BaseModel] | None] = None
     borrowed: ClassVar[bool] = False
 
+    # The name that it was asked for by and the plugin that offers it, for reports and errors; None for an instance that
+    # somebody made by hand.
+    _created_as: tuple[str, str | None] | None = None
+
     @abstractmethod
     def get_weights(
         self, model_name_or_path: str

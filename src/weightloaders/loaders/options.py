@@ -18,8 +18,8 @@ import types
 import typing
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-from weightloaders.discovery import did_you_mean, summary
-from weightloaders.errors import BrokenPluginError, LoaderContractError, OptionsError, WeightLoadersError
+from weightloaders.discovery import did_you_mean
+from weightloaders.errors import BrokenPluginError, LoaderContractError, OptionsError, WeightLoadersError, summary
 from weightloaders.loaders.base import BaseWeightLoader
 
 if TYPE_CHECKING:
@@ -55,19 +55,20 @@ def create_loader(
         BrokenPluginError: If the constructor fails for another reason.
         LoaderContractError: If a factory returns anything but a loader.
     """
-    arguments = validate_options(loader, options, name=name, plugin=plugin)
     try:
-        created = loader(**arguments)
-    except WeightLoadersError:
+        created = loader(**validate_options(loader, options, name=name, plugin=plugin))
+    except (WeightLoadersError, KeyboardInterrupt):
         raise
     except (TypeError, ValueError) as error:
         raise OptionsError(f"the loader {name!r} refused its options: {summary(error)}", plugin=plugin) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise BrokenPluginError(f"creating the loader {name!r} failed: {summary(error)}", plugin=plugin) from error
     if not isinstance(created, BaseWeightLoader):
         raise LoaderContractError(
             f"the factory of {name!r} returned a {type(created).__name__}, not a BaseWeightLoader", plugin=plugin
         )
+    # A loader may be a frozen dataclass, which refuses this in the usual way.
+    object.__setattr__(created, "_created_as", (name, plugin))
     return created
 
 

@@ -13,7 +13,6 @@ from weightloaders.loading.initialising import Groundwork, can_initialise
 from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.modules import ModuleMapper
-from weightloaders.mapping.parsing import parse_rules
 from weightloaders.mapping.rules import RuleMapper
 from weightloaders.plan import LoadPlan, describe_source, step_infos, step_targets
 from weightloaders.progress import Progress
@@ -93,7 +92,7 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
         mappers.append(hf.ConversionMapper(model, own))
         decided_by.append("transformers' conversions")
     for plugin, rules in hooks.rules_for(model):
-        mappers.append(RuleMapper(parse_rules(rules), own, config=config, automatic=True, origin=plugin))
+        mappers.append(RuleMapper(rules, own, config=config, automatic=True, origin=plugin))
         decided_by.append(f"rules of {plugin}")
     mappers.append(suggest.SpellingMapper(own))
     decided_by.append("names")
