@@ -112,8 +112,6 @@ def test_a_plugin_is_imported_and_asked_to_register_once_by_however_many_threads
 
 def test_a_plugin_may_be_an_object_or_a_class(install):
     body = "class Plugin:\n    @hookimpl\n    def rules_for(self, model): return {'drop': 'x'} if model == 1 else []\n"
-        "class Plugin:\n    @hookimpl\n    def rules_for(self, model): return {'drop': 'x'} if model == 1 else None\n"
-    )
     install("classy", body, target="classy:Plugin")
     install("objective", body + "plugin = Plugin()\n", target="objective:plugin")
     assert [name for name, _ in hooks.rules_for(1)] == ["classy 1.0 (classy)", "objective 1.0 (objective)"]
