@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.errors import ConfigError, SourceNotFoundError
-from weightloaders.loading import LoadContext, check_usable, get_weights, load, load_given, make_plan
+from weightloaders.loading import LoadContext, check_usable, get_weights, is_borrowed, load, load_given, make_plan
 from weightloaders.mapping.parsing import parse_rules
 from weightloaders.offers import name_of
 from weightloaders.plan import Policies, PolicyOption
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from weightloaders.plan import LoadPlan
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
+
+logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -50,7 +53,7 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         OptionsError: If the options don't suit the loader.
     """
     found = WeightLoaderRegistry.resolve(loader, kwargs, source=str(source))
-    return as_catalogue(get_weights(found, str(source)), borrowed=bool(found.borrowed))
+    return as_catalogue(get_weights(found, str(source)), borrowed=is_borrowed(found, str(source)))
 
 
 def plan_load(
@@ -198,7 +201,9 @@ def from_pretrained(
     )
     context = context.changed(dtypes=skeleton.dtypes)
     report = _load(skeleton.model, where, resolved, context)
-    skeleton.finalise(report.loaded)
+    for warning in skeleton.finalise(report.loaded):
+        logger.warning("%s", warning)
+        report.warnings.append(warning)
     return skeleton.model, report
 
 

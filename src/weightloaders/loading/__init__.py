@@ -1,7 +1,15 @@
 """Joining the parts: from a loader and a model to a filled model and a report."""
 
 from weightloaders.loading.context import LoadContext
-from weightloaders.loading.loading import default_weight_loader, get_weights, load, load_given, load_planned, make_plan
+from weightloaders.loading.loading import (
+    default_weight_loader,
+    get_weights,
+    is_borrowed,
+    load,
+    load_given,
+    load_planned,
+    make_plan,
+)
 from weightloaders.loading.status import check_usable, load_status
 
 __all__ = [
@@ -9,6 +17,7 @@ __all__ = [
     "check_usable",
     "default_weight_loader",
     "get_weights",
+    "is_borrowed",
     "load",
     "load_given",
     "load_planned",

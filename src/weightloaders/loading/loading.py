@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from weightloaders.errors import (
     SourceError,
     SourceNotFoundError,
     WeightLoadersError,
+    summary,
 )
 from weightloaders.loading.context import LoadContext, current_context, within
 from weightloaders.loading.preparing import groundwork, mappers_for, report_of, show_progress, targets_of, warn_of
@@ -70,9 +72,11 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
     """
     weights = get_weights(loader, source)
     try:
+        with _naming(loader, "load_weights", source):
+            is_default = getattr(type(loader).load_weights, "is_default", False)
         with within(context, model):
-            if getattr(type(loader).load_weights, "is_default", False):
-                return load_planned(model, weights, borrowed=bool(loader.borrowed))
+            if is_default:
+                return load_planned(model, weights, borrowed=is_borrowed(loader, source))
             return load_by_loader(model, loader, weights, context)
     finally:
         _close(weights)
@@ -93,18 +97,38 @@ def get_weights(loader: Any, source: str) -> Any:
     """What a loader says that a source holds.
 
     Raises:
-        SourceError: If it fails; with the loader's name where it isn't an error of ours.
+        SourceError: If it fails in any way; with the loader's name.
     """
-    try:
+    with _naming(loader, f"get_weights({source!r})", source):
         return loader.get_weights(source)
-    except WeightLoadersError:
+
+
+def is_borrowed(loader: Any, source: str) -> bool:
+    """Whether the tensors that a loader hands out belong to a buffer that is reused.
+
+    Raises:
+        SourceError: If it can't say.
+    """
+    with _naming(loader, "borrowed", source):
+        return bool(loader.borrowed)
+
+
+@contextlib.contextmanager
+def _naming(loader: Any, what: str, source: str) -> Iterator[None]:
+    """Turn whatever a loader's code raises into an error of ours that names it; an interrupt passes."""
+    # Written there by the registry, for loaders that it created.
+    _, plugin = getattr(loader, "_created_as", None) or ("", None)
+    try:
+        yield
+    except WeightLoadersError as error:
+        error.plugin = error.plugin or plugin
         raise
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceError
         name = type(loader).__name__
-        raise kind(
-            f"{name}.get_weights({source!r}) failed: {type(error).__name__}: {error}", file=source, plugin=name
-        ) from error
+        raise kind(f"{name}.{what} failed: {summary(error)}", file=source, plugin=plugin or name) from error
 
 
 def _close(weights: Any) -> None:
@@ -112,7 +136,9 @@ def _close(weights: Any) -> None:
     if isinstance(weights, Weights) or (isinstance(weights, Iterator) and hasattr(weights, "close")):
         try:
             weights.close()
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             logger.exception("closing the weights failed")
 
 

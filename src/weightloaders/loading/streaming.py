@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import ConfigError, CoverageError, LoadError, PlanError, WeightLoadersError
+from weightloaders.errors import (
+    ConfigError,
+    CoverageError,
+    LoadError,
+    PlanError,
+    SourceError,
+    WeightLoadersError,
+    summary,
+)
 from weightloaders.loading.preparing import (
     groundwork_for_all,
     mappers_for,
@@ -53,6 +61,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
     """Fill a model from pairs as they come.
 
     Raises:
+        SourceError: If it fails at once; nothing was touched.
         PlanError: If the stream is empty; nothing was touched.
         LoadError: If a tensor does not fit, or the stream fails.
         CoverageError: If parameters are missing at the end.
@@ -63,7 +72,12 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
     hooks.before_load(LoadPlan(decided_by=["a stream of tensors, placed as they come"]))
     # The first one tells whether these are weights at all, before anything is touched.
     pairs = iter(stream)
-    first = next(pairs, None)
+    try:
+        first = next(pairs, None)
+    except (WeightLoadersError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise SourceError(f"the stream of weights failed at once: {summary(error)}", plugin=context.loader) from error
     if first is None:
         raise PlanError("the source holds no tensors; nothing was changed")
     before = targets_of(model, context)
@@ -143,10 +157,12 @@ class _Loading:
             yield from pairs
         except WeightLoadersError as error:
             raise self._error(error.message, error.tensor, error.hint, error.file) from error
-        except Exception as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
             last = next(reversed(self._seen), None)
             after = f" after {len(self._seen)} tensors, the last of them {last!r}" if last else ""
-            raise self._error(f"the stream of weights failed{after}: {type(error).__name__}: {error}") from error
+            raise self._error(f"the stream of weights failed{after}: {summary(error)}") from error
 
     def _error(
         self, message: str, tensor: str | None = None, hint: str | None = None, file: str | None = None
@@ -161,6 +177,7 @@ class _Loading:
             self._take_part(claim, name, tensor)
         elif claim.call_loader:
             self.placing.hand_over(_held(name, tensor), claim)
+            self.placing.forget(claim.target)
         else:
             if claim.target != name:
                 plan.renamed[name] = claim.target
@@ -209,9 +226,7 @@ class _Loading:
                 placing.plan.tied[claim.target] = canonical
                 return
         placing.place(claim.target, _held(name, tensor), claim.rules)
-        if canonical in placing.filled and canonical is not None:
-            # The account must not keep the tensor.
-            placing.filled[canonical] = (None, name)
+        placing.forget(claim.target)
 
     def _move(self) -> None:
         """Carry out what has been placed since the last time, and forget the tensors."""

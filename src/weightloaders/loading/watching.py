@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import CoverageError, LoadError, WeightLoadersError
+from weightloaders.errors import CoverageError, LoadError, WeightLoadersError, summary
 from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
 from weightloaders.loading.status import marking
 from weightloaders.mapping import transformers as hf
@@ -219,11 +219,11 @@ def _by_others(
             mark.touched = mark.touched or bool(touched)
             if isinstance(error, LoadError):
                 error.written = tuple(dict.fromkeys((*error.written, *touched)))
-            if isinstance(error, WeightLoadersError) or not isinstance(error, Exception):
+            if isinstance(error, WeightLoadersError | KeyboardInterrupt):
                 raise
             at = f" at the tensor {watch.last_name!r}" if watch.last_name else ""
             raise LoadError(
-                f"{who} failed{at}: {type(error).__name__}: {error}",
+                f"{who} failed{at}: {summary(error)}",
                 tensor=watch.last_name,
                 plugin=who,
                 written=touched,
