@@ -230,6 +230,54 @@ def test_an_untied_head_that_is_absent_is_an_error_and_a_tied_one_is_not(
                 from_pretrained(folder, weights=weights, progress=False)
 
 
+@pytest.mark.parametrize("form", ["catalogue", "stream"])
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight", "both, equal", "both, different"])
+def test_ties_by_config_follow_what_the_file_holds(
+    folders: Callable[[str], Path], tmp_path: Path, form: str, kept: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = folders("llama, tied")
+    tensors = {k: t for file in sorted(folder.glob("*.safetensors")) for k, t in load_file(file).items()}
+    embed = tensors.pop("model.embed_tokens.weight")
+    tensors.pop("lm_head.weight", None)
+    if kept.startswith("both"):
+        head = embed.clone() if "equal" in kept else embed + 1
+        tensors |= {"model.embed_tokens.weight": embed, "lm_head.weight": head}
+    else:
+        tensors[kept] = embed
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model, report = from_pretrained(
+        tmp_path, weights=iter(tensors.items()) if form == "stream" else None, progress=False
+    )
+    assert_equal(model, expected)
+    assert report.missing == []
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == ("different" not in kept)
+    # Both are kept, and that is said.
+    said = [warning for warning in report.warnings if "the config ties lm_head.weight" in warning]
+    assert len(said) == ("different" in kept)
+    assert all(warning in caplog.text for warning in said)
+
+
+def test_modules_that_must_stay_float32_stay_so(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=40, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    model, report = from_pretrained(tmp_path, dtype="float16", progress=False)
+    expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
+    assert {parameter.dtype for parameter in expected.parameters()} == {torch.float16, torch.float32}
+    assert described(model.named_parameters()) == described(expected.named_parameters())
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
+    )
+    assert ties(model) == ties(expected)
+    assert "encoder.block.0.layer.1.DenseReluDense.wo.weight" not in report.cast
+
+
 # ------------------------------------------------------------------ saving
 
 

@@ -336,6 +336,72 @@ def test_a_device_is_for_what_is_on_meta(tmp_path: Path) -> None:
         load_into(Model(), tmp_path, device="abacus")
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.int8, torch.bfloat16), (torch.int64, torch.float32), (torch.float32, torch.int64),
+        (torch.bool, torch.float32), (torch.float8_e4m3fn, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.complex64, torch.float32), (torch.float32, torch.complex64), (torch.int32, torch.int64),
+        (torch.uint8, torch.int8),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["catalogue", "stream", "file"])
+def test_only_real_floating_point_is_cast(tmp_path: Path, form: str, stored: torch.dtype, wanted: torch.dtype) -> None:
+    model = nn.Module()
+    model.other = nn.Parameter(torch.zeros(2))
+    model.register_buffer("w", torch.zeros(4, dtype=wanted))
+    tensors = {"other": torch.ones(2), "w": torch.ones(4, dtype=stored)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    source: Any = {"catalogue": tensors, "stream": iter(tensors.items()), "file": tmp_path / "m.safetensors"}[form]
+    with pytest.raises((PlanError, LoadError), match=r"w: the source has .* values, which can't become") as caught:
+        load_into(model, source, progress=False)
+    assert caught.value.tensor == "w"
+    assert str(stored) in str(caught.value)
+    assert not model.w.to(torch.float32 if not wanted.is_complex else wanted).any()
+
+
+def test_paths_of_all_spellings_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "模型 ü #1 %41"
+    folder.mkdir()
+    names = list(reference())
+    for number, part in enumerate((names[:5], names[5:]), 1):
+        save_file({name: reference()[name] for name in part}, folder / f"model part #{number} ü.safetensors")
+    model = Model()
+    load_into(model, folder, progress=False)
+    assert_filled(model, reference())
+
+
+def test_a_reload_leaves_alone_what_it_does_not_load_and_keeps_what_is_shared() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(3, 3)
+            self.register_buffer("mask", torch.ones(3))
+            self.register_buffer("same_mask", self.mask)
+            self.register_buffer("cache", torch.arange(3.0), persistent=False)
+            self.kept = nn.Parameter(torch.full((2,), 5.0))
+
+    model = Shared()
+    whole = {"proj.weight": torch.ones(3, 3), "proj.bias": torch.ones(3), "mask": torch.zeros(3), "kept": torch.ones(2)}
+    for value in (1.0, 2.0):
+        tensors = {name: t * value for name, t in whole.items() if name != "kept"}
+        load_into(model, tensors, on_missing={"kept": "ignore"}, progress=False)
+        assert model.kept.tolist() == [5, 5]
+        assert model.cache.tolist() == [0, 1, 2]
+        assert model.same_mask is model.mask
+        assert bool((model.proj.weight == value).all())
+
+
+def test_a_buffer_in_the_model_is_filled_by_what_was_a_parameter_elsewhere() -> None:
+    model = nn.Linear(2, 2)
+    del model.bias
+    model.register_buffer("bias", torch.zeros(2))
+    load_into(model, {"weight": torch.ones(2, 2), "bias": nn.Parameter(torch.ones(2))}, progress=False)
+    assert model.bias.tolist() == [1, 1]
+    assert not model.bias.requires_grad
+
+
 # ------------------------------------------------------------------ policies
 
 
@@ -836,6 +902,7 @@ def test_verify_finite_names_what_is_not(tmp_path: Path) -> None:
             with pytest.raises(LoadError, match=r"NaN or infinity: layers\.1\.k_proj\.bias") as caught:
                 load_into(model, source, verify="finite", progress=False)
             assert caught.value.tensor == "layers.1.k_proj.bias"
+            assert set(caught.value.written) == set(tensors)
             assert load_status(model) == "failed"
         load_into(Model(), dict(tensors), progress=False)
 

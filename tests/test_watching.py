@@ -769,6 +769,18 @@ def test_a_tensor_that_a_parameters_own_loader_cuts_is_an_error(style: type[Stac
     assert load_status(model) == "failed"
 
 
+def test_a_reload_works_after_an_engine_took_the_loaders_off_its_parameters() -> None:
+    model = Declaring()
+    load_into(model, separate(), progress=False)
+    for parameter in model.parameters():
+        if hasattr(parameter, "weight_loader"):
+            del parameter.weight_loader
+    for source in (separate(), iter(separate().items())):
+        zeroed(model)
+        load_into(model, source, progress=False)
+        assert_filled(model, stacked(separate()))
+
+
 def test_progress_and_the_report_tell_of_a_model_that_loads_itself(tmp_path: Path) -> None:
     save_file(
         {**separate(), "rotary_emb.inv_freq": torch.zeros(2), "extra": torch.zeros(1)}, tmp_path / "m.safetensors"

@@ -47,13 +47,24 @@ class Skeleton:
     model: nn.Module
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
 
-    def finalise(self, filled: Iterable[str]) -> None:
-        """Tie what the config ties, once the weights are in, and switch to evaluation."""
+    def finalise(self, filled: Iterable[str]) -> list[str]:
+        """Tie what the config ties, once the weights are in, and switch to evaluation.
+
+        Returns:
+            What is worth a warning: parameters that the config ties, while the weights have different values for them.
+        """
         model: Any = self.model
         missing = {name for name, _ in _named(model)} - set(filled)
-        if tied_names(model):
+        ties = tied_names(model)
+        if ties:
             model.tie_weights(missing_keys=missing, recompute_mapping=False)
         model.eval()
+        now = dict(_named(model))
+        return [
+            f"the config ties {name} to {other}, but the source has different values for them; both are kept"
+            for name, other in ties.items()
+            if name in now and other in now and now[name] is not now[other]
+        ]
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

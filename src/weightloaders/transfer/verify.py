@@ -23,8 +23,9 @@ _CHUNK = 1 << 24
 
 def check_finite(targets: Iterable[Target]) -> None:
     """Raise `LoadError` naming the parameters that hold NaN or infinity."""
-    bad = []
+    bad, written = [], []
     for target in targets:
+        written.append(target.name)
         tensor = target.tensor.detach()
         if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
             continue
@@ -37,7 +38,7 @@ def check_finite(targets: Iterable[Target]) -> None:
         raise LoadError(
             f"verify='finite': {len(bad)} parameters hold NaN or infinity: {', '.join(bad[:8])}",
             tensor=bad[0],
-            written=tuple(bad),
+            written=tuple(written),
             hint="the checkpoint is damaged, or a cast overflowed; load it in the dtype it is stored in",
         )
 
