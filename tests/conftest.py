@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +32,32 @@ os.environ.update(
 )
 for _name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_ENDPOINT", "WEIGHTLOADERS_DISABLE"):
     os.environ.pop(_name, None)
+
+
+def _is_third_party(distribution: metadata.Distribution) -> bool:
+    points = distribution.read_text("entry_points.txt") or ""
+    return "weightloaders." in points and distribution.name != "weightloaders"
+
+
+_THIRD_PARTIES = {(d.name, str(d.locate_file(""))) for d in metadata.distributions() if _is_third_party(d)}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def third_parties() -> Iterator[str]:
+    """Plugins that happen to be installed are hidden from these tests; those that a test installs are not.
+
+    Processes that a test starts see them. There `WEIGHTLOADERS_DISABLE` with this value switches them off.
+    """
+    distributions = metadata.distributions
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            metadata,
+            "distributions",
+            lambda **where: (
+                d for d in distributions(**where) if (d.name, str(d.locate_file(""))) not in _THIRD_PARTIES
+            ),
+        )
+        yield ",".join(name for name, _ in _THIRD_PARTIES)
 
 
 def pytest_unconfigure() -> None:

@@ -37,9 +37,16 @@ def program(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **options)
 
 
-def importing_from(folder: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def environment(third_parties: str) -> dict[str, str]:
+    """What processes are started with: the plugins that happen to be installed take no part."""
+    return {**os.environ, "WEIGHTLOADERS_DISABLE": third_parties}
+
+
+def importing_from(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     """An environment in which modules, and metadata, are found in a folder, too."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+    paths = [str(folder), environment.get("PYTHONPATH")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +126,14 @@ def test_misuse_has_exit_status_2(arguments):
     assert run(*arguments, status=2).stderr
 
 
-def test_listing_imports_neither_torch_nor_transformers():
+def test_listing_imports_neither_torch_nor_transformers(environment):
     code = (
         "import sys; from weightloaders.cli.main import app\n"
         "try: app(['list'])\nexcept SystemExit as end: assert not end.code\n"
         "print(sorted({'torch', 'transformers', 'numpy'} & sys.modules.keys()))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     assert result.stdout.splitlines()[-1] == "[]"
     assert "safetensors" in result.stdout
 
@@ -421,11 +429,11 @@ def test_a_conversion_that_fails_leaves_nothing(stuck, monkeypatch, tmp_path, to
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kills a process")
 @pytest.mark.parametrize("to", ["safetensors", "binary"])
-def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(stuck, tmp_path, to):
+def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(stuck, environment, tmp_path, to):
     waiting = tmp_path / "waiting"
     command = [sys.executable, "-m", "weightloaders", "convert", "anything", str(tmp_path / "out"), "--to", to]
     command += ["--loader", "stuck_in_the_middle:Loader", "--option", f"then={waiting}"]
-    with subprocess.Popen(command, env=importing_from(stuck), stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, env=importing_from(stuck, environment), stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while not waiting.exists():
             assert process.poll() is None
@@ -542,13 +550,13 @@ def test_doctor_never_shows_a_token():
     assert "HF_HUB_OFFLINE" in output
 
 
-def test_doctor_names_a_broken_plugin_and_goes_on(tmp_path):
+def test_doctor_names_a_broken_plugin_and_goes_on(environment, tmp_path):
     info = tmp_path / "broken_plugin-3.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 3.1\n")
     (info / "entry_points.txt").write_text("[weightloaders.loaders]\nshaky = broken_plugin:Loader\n")
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no luck')\n")
-    result = program("doctor", env=importing_from(tmp_path))
+    result = program("doctor", env=importing_from(tmp_path, environment))
     assert result.returncode == 1
     assert "Traceback" not in result.stdout + result.stderr
     line = next(line for line in result.stdout.splitlines() if "shaky" in line)
@@ -556,7 +564,7 @@ def test_doctor_names_a_broken_plugin_and_goes_on(tmp_path):
         assert words in line
     assert "1 problem" in result.stdout
     assert "huge pages" in result.stdout or sys.platform != "linux"
-    listed = program("list", env=importing_from(tmp_path))
+    listed = program("list", env=importing_from(tmp_path, environment))
     assert listed.returncode == 0
     assert "no luck" in listed.stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -49,25 +50,17 @@ def test_the_library_neither_asserts_nor_prints(file: Path) -> None:
 
 # ------------------------------------------------------------------ importing stays light
 
-# Runs a statement, then tells which heavy packages it imported and how much processor time the process took.
-_MEASURE = """
-import sys, time
+# Runs a statement, then tells which heavy packages it imported.
+_HEAVY = """
+import sys
 try:
     {statement}
 except SystemExit as stop:
     if stop.code:
         raise
 heavy = {{"torch", "transformers", "numpy", "safetensors", "huggingface_hub"}} & set(sys.modules)
-print(time.process_time(), *sorted(heavy), file=sys.stderr)
+print(*sorted(heavy), file=sys.stderr)
 """
-
-
-def _measured(statement: str) -> tuple[float, set[str]]:
-    code = _MEASURE.format(statement=statement)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    seconds, *heavy = done.stderr.splitlines()[-1].split()
-    return float(seconds), set(heavy)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +73,15 @@ def _measured(statement: str) -> tuple[float, set[str]]:
         "from weightloaders.cli.main import main; sys.argv = ['weightloaders', '--help']; main()",
     ],
 )
-def test_starting_imports_nothing_heavy_and_takes_under_a_third_of_a_second(statement: str) -> None:
-    # The quickest of several runs is what the code costs; the others also tell what the machine was doing.
-    runs = [_measured(statement) for _ in range(3)]
-    assert runs[0][1] == set()
-    assert min(seconds for seconds, _ in runs) < 0.3
+def test_starting_imports_nothing_heavy(statement: str, third_parties: str) -> None:
+    """That is what keeps it quick; `benchmarks/startup.py` measures how quick."""
+    code = _HEAVY.format(statement=statement)
+    environment = {**os.environ, "WEIGHTLOADERS_DISABLE": third_parties}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].split() == []
 
 
 # ------------------------------------------------------------------ public names
