@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import struct
+import subprocess
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -298,3 +301,11 @@ def test_no_descriptor_stays_open(tmp_path):
     load(tmp_path / "model.npz")
     load(tmp_path / "stored.npz")
     assert len(list(Path("/dev/fd").iterdir())) == before
+
+
+def test_importing_the_plugin_imports_neither_torch_nor_numpy():
+    code = "import sys, weightloaders_npz; print({'torch', 'numpy'} & set(sys.modules) or 'light')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
+    assert done.stdout.strip() == "light"
