@@ -799,6 +799,32 @@ def test_progress_and_the_report_tell_of_a_model_that_loads_itself(tmp_path: Pat
     assert done == sorted(done)
 
 
+def test_a_model_whose_load_weights_yields_names_loads_too() -> None:
+    class Yielding(Stacked):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+            state = self.state_dict()
+            for name, tensor in weights:
+                state[name].copy_(tensor)
+                yield name
+
+    model = Yielding()
+    load_into(model, stacked(separate()), progress=False)
+    assert_filled(model, stacked(separate()))
+
+
+def test_a_report_of_another_model_is_not_taken_for_this_ones() -> None:
+    class Helping(Classic):
+        def get_weights(self, model_name_or_path: str) -> Any:
+            return reference()
+
+        def load_weights(self, model: nn.Module, weights: Any) -> Any:
+            super().load_weights(model, weights)
+            return load_into(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1)}, progress=False)
+
+    report = load_into(Model(), "anywhere", loader=Helping, progress=False)
+    assert sorted(report.loaded) == sorted(reference())
+
+
 def test_rules_of_the_caller_come_before_a_models_own_way() -> None:
     class Never(Stacked):
         def load_weights(self, weights: Any) -> None:
@@ -843,12 +869,15 @@ def _path(self: Any, path: str) -> None: ...
 def _weights_path(self: Any, weights_path: Any) -> None: ...
 def _annotated(self: Any, source: Path) -> None: ...
 def _two(self: Any, weights: Any, prefix: str) -> None: ...
+def _either(self: Any, source: str | Path) -> None: ...
 def _none(self: Any) -> None: ...
 def _keyword(self: Any, weights: Any, *, strict: bool) -> None: ...
 async def _async(self: Any, weights: Any) -> None: ...
 
 
-@pytest.mark.parametrize("method", [_path, _weights_path, _annotated, _two, _none, _keyword, _async, nn.Identity(), 3])
+@pytest.mark.parametrize(
+    "method", [_path, _weights_path, _annotated, _either, _two, _none, _keyword, _async, nn.Identity(), 3]
+)
 def test_a_load_weights_that_is_another_thing_is_not_mistaken_for_it(method: Any) -> None:
     class Other(Stacked):
         load_weights = method

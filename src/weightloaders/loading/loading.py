@@ -78,6 +78,9 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
             if is_default:
                 return load_planned(model, weights, borrowed=is_borrowed(loader, source))
             return load_by_loader(model, loader, weights, context)
+    except (SourceError, LoadError) as error:
+        error.plugin = _plugin_of(loader) or error.plugin
+        raise
     finally:
         _close(weights)
 
@@ -116,19 +119,24 @@ def is_borrowed(loader: Any, source: str) -> bool:
 @contextlib.contextmanager
 def _naming(loader: Any, what: str, source: str) -> Iterator[None]:
     """Turn whatever a loader's code raises into an error of ours that names it; an interrupt passes."""
-    # Written there by the registry, for loaders that it created.
-    _, plugin = getattr(loader, "_created_as", None) or ("", None)
     try:
         yield
     except WeightLoadersError as error:
-        error.plugin = error.plugin or plugin
+        error.plugin = error.plugin or _plugin_of(loader)
         raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceError
         name = type(loader).__name__
-        raise kind(f"{name}.{what} failed: {summary(error)}", file=source, plugin=plugin or name) from error
+        raise kind(f"{name}.{what} failed: {summary(error)}", file=source, plugin=_plugin_of(loader) or name) from error
+
+
+def _plugin_of(loader: Any) -> str | None:
+    """Who offers a third party's loader; None for others."""
+    # The registry wrote it there, with the name, when it created the loader.
+    created_as = getattr(loader, "_created_as", None)
+    return created_as[1] if created_as else None
 
 
 def _close(weights: Any) -> None:
@@ -264,7 +272,7 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
         if name in now.by_name
         and (now.by_name[name].tensor is not target.tensor or now.by_name[name].dtype != target.dtype)
     }  # fmt: skip
-    changed = next(iter(other | (then.by_name.keys() ^ now.by_name.keys())), None)
+    changed = min(other | (then.by_name.keys() ^ now.by_name.keys()), default=None)
     if changed is not None:
         raise PlanError(
             f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",

@@ -77,7 +77,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
     except (WeightLoadersError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise SourceError(f"the stream of weights failed at once: {summary(error)}", plugin=context.loader) from error
+        raise SourceError(f"the stream of weights failed at once: {summary(error)}") from error
     if first is None:
         raise PlanError("the source holds no tensors; nothing was changed")
     before = targets_of(model, context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import inspect
 import logging
@@ -79,8 +80,9 @@ def own_load_weights(model: nn.Module) -> Callable[[Any], Any] | None:
     except (TypeError, ValueError):
         return None
     first = next(iter(signature.parameters.values()))
-    kind = first.annotation if isinstance(first.annotation, str) else getattr(first.annotation, "__name__", "")
-    is_place = not _PLACES.isdisjoint(first.name.lower().split("_")) or kind.rsplit(".", 1)[-1] in ("str", "Path")
+    kind = first.annotation if isinstance(first.annotation, str) else inspect.formatannotation(first.annotation)
+    kinds = {part.strip().rsplit(".", 1)[-1] for part in kind.split("|")}
+    is_place = not _PLACES.isdisjoint(first.name.lower().split("_")) or kinds <= {"str", "Path", "PathLike", "None"}
     return None if is_place else method
 
 
@@ -109,7 +111,10 @@ def load_by_model(
         watch.offer(info.name for info in infos)
         token = _inside.set((*_inside.get(), model))
         try:
-            own(watch.track(_counted(weights, moved, total, progress)))
+            result = own(watch.track(_counted(weights, moved, total, progress)))
+            if isinstance(result, Iterator):
+                # One that yields the names it has loaded loads nothing until somebody takes them.
+                collections.deque(result, maxlen=0)
         finally:
             _inside.reset(token)
 
@@ -242,13 +247,11 @@ def _by_others(
     plan.missing = covered.missing
     report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
     report.loaded = covered.filled
-    if isinstance(inner, LoadReport):
+    if isinstance(inner, LoadReport) and set(inner.loaded) <= set(covered.filled):
         # It called the default way, which knows more; what it filled besides is added.
         inner.loaded = list(dict.fromkeys((*inner.loaded, *(n for n in covered.filled if n not in inner.tied))))
-        inner.missing = covered.missing
-        inner.replaced = report.replaced
-        inner.seconds = report.seconds
-        inner.initialised = report.initialised
+        inner.missing, inner.replaced, inner.seconds = covered.missing, report.replaced, report.seconds
+        inner.decided_by = [*plan.decided_by, *inner.decided_by]
         report = inner
     report.initialised = [name for name in prepared.initialised if name in covered.missing]
     if not is_nested(model):
