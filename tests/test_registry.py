@@ -15,16 +15,20 @@ import pytest
 import torch
 
 import weightloaders
+from weightloaders import load_into, open_weights
 from weightloaders.discovery import installed
 from weightloaders.errors import (
     BrokenPluginError,
+    CheckpointFormatError,
     LoaderConflictError,
     LoaderContractError,
     LoaderDisabledError,
     LoaderNameError,
     OptionsError,
     RegistryError,
+    SourceError,
     UnknownLoaderError,
+    WeightLoadersError,
 )
 from weightloaders.loaders.base import BaseWeightLoader
 from weightloaders.offers import BUILT_IN, name_of
@@ -588,6 +592,68 @@ def test_our_own_metadata_of_another_version_adds_nothing(registry, install):
     install("Weight_Loaders".replace("_L", "l"), {"local": "evil_module:Loader", "old": "evil_module:Loader"})
     assert registry.get("local").__module__ == "weightloaders.loaders.local"
     assert "old" not in registry.list_available()
+
+
+# ------------------------------------------------------------------ loaders that fail when they are used
+
+FAILING = """
+import torch
+from weightloaders import BaseWeightLoader
+
+ZERO = {{"weight": torch.zeros(1, 1)}}
+
+class Boom(BaseException):
+    pass
+
+class Raises:
+    def __get__(self, loader, owner=None):
+        raise {error}
+
+class Loader(BaseWeightLoader):
+    {member}
+    if "get_weights" not in vars():
+        def get_weights(self, path): return ZERO
+"""
+
+WAYS_TO_FAIL = {
+    "get_weights": "def get_weights(self, path): raise {error}",
+    "get_weights as a generator": "def get_weights(self, path):\n        raise {error}\n        yield",
+    "get_weights on the way": "def get_weights(self, path):\n        yield from ZERO.items()\n        raise {error}",
+    "borrowed": "borrowed = Raises()",
+    "load_weights": "def load_weights(self, model, weights): raise {error}",
+    "load_weights itself": "load_weights = Raises()",
+}
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('oh no')", "SystemExit('oh no')", "Boom('oh no')"])
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_a_loader_that_fails_in_any_way_is_named(registry, install, way, error):
+    source = FAILING.format(member=WAYS_TO_FAIL[way].format(error=error), error=error)
+    install("loaders-bad", {"bad": "bad_module:Loader"}, version="2.5", modules={"bad_module": source})
+    with pytest.raises(WeightLoadersError, match=f"{error.partition('(')[0]}: oh no") as caught:
+        load_into(torch.nn.Linear(1, 1, bias=False), "the/source", loader="bad", progress=False)
+    assert caught.value.plugin == "loaders-bad 2.5"
+    assert "loaders-bad 2.5" in str(caught.value)
+    if way in ("get_weights", "borrowed"):
+        with pytest.raises(SourceError, match="oh no"):
+            open_weights("the/source", "bad")
+
+
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_an_interrupt_in_a_loader_passes(registry, install, way):
+    source = FAILING.format(member=WAYS_TO_FAIL[way].format(error="KeyboardInterrupt"), error="KeyboardInterrupt")
+    install("loaders-bad", {"bad": "bad_module:Loader"}, modules={"bad_module": source})
+    with pytest.raises(KeyboardInterrupt):
+        load_into(torch.nn.Linear(1, 1, bias=False), "the/source", loader="bad", progress=False)
+
+
+def test_an_error_of_ours_from_a_plugins_loader_names_the_plugin(registry, install):
+    raising = "def get_weights(self, path):\n        from weightloaders.errors import CheckpointFormatError as E\n"
+    raising += "        raise E('a bad file')"
+    source = FAILING.format(member=raising, error="None")
+    install("loaders-bad", {"bad": "bad_module:Loader"}, version="2.5", modules={"bad_module": source})
+    with pytest.raises(CheckpointFormatError, match=r"a bad file\n  plugin: loaders-bad 2\.5"):
+        open_weights("the/source", "bad")
 
 
 # ------------------------------------------------------------------ disabled
