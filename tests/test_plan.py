@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 from weightloaders import Convert, Drop, Extent, Rename, TensorInfo, Weights, load_into, open_weights, plan_load
 from weightloaders.errors import ModelError, PlanError, RuleError, UnknownTensorError
-from weightloaders.plan import ComputeStep, CopyStep, LoadPlan, Policies
+from weightloaders.plan import ComputeStep, CopyStep, LoadPlan, Policies, step_infos
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -715,7 +717,7 @@ def test_codes_of_eight_bits_are_not_cast_within_a_fusion_either() -> None:
     model = nn.Linear(4, 8, bias=False)
     tensors = {name: torch.zeros(4, 4).to(torch.float8_e4m3fn) for name in ("a", "b")}
     plan = plan_load(model, no_reading(tensors), rules=[Convert(["a", "b"], "weight", lambda a, b: torch.cat([a, b]))])
-    assert finding(plan, "dtype").tensors == ("weight",)
+    assert finding(plan, "dtype").tensors == ("weight", "a", "b")
 
 
 # ------------------------------------------------------------------ ties
@@ -965,6 +967,13 @@ def test_fused_and_parts_together_are_an_error() -> None:
     assert len([f for f in plan.errors if f.kind == "conflict"]) == 4
 
 
+def test_stray_parts_of_what_is_there_as_a_whole_are_unexpected() -> None:
+    plan = plan_load(Fused(), {**state(Fused()), "attn.q_proj.weight": counted(4, 4)})
+    assert plan.ok
+    assert plan.unexpected == ["attn.q_proj.weight"]
+    assert "attn.k_proj.weight, attn.v_proj.weight is missing" in str(finding(plan, "unexpected").hint)
+
+
 def test_parts_are_matched_by_whole_segments_and_only_where_there_is_such_a_module() -> None:
     tensors = {**parts_of_fused(), "attn.my_q_proj.weight": counted(4, 4), "vision.q_proj.weight": counted(4, 4)}
     plan = plan_load(Fused(), tensors)
@@ -1062,6 +1071,78 @@ def test_scales_in_another_spelling_are_reported_or_mapped_by_rules() -> None:
     assert plan.unexpected == ["attn.kv_scale"]
     both = Convert("**.kv_scale", ["**.k_scale", "**.v_scale"], lambda scale: (scale, scale))
     assert plan_load(model, tensors, rules=[both]).ok
+
+
+# ------------------------------------------------------------------ every tensor is accounted for
+
+_NAMES = ["a.w", "a.b", "b.w", "model.a.w", "q.w", "k.w", "qk.w", "x.0.w", "x.1.w", "x.2.w", "xs.w", "inv_freq"]
+_some_tensors = st.dictionaries(
+    st.builds(
+        lambda prefix, name: prefix + name,
+        st.sampled_from(["", "", "module.", "foo.", "model."]),
+        st.sampled_from(_NAMES),
+    ),
+    st.tuples(
+        st.sampled_from([(2, 2), (4, 2), (3, 2, 2), (), (1,), (0,), (2, 4)]),
+        st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.int64]),
+    ),
+    max_size=8,
+)
+_some_rules = st.lists(
+    st.sampled_from(
+        [
+            Rename("foo", ""), Rename("a", "b"), Rename("", "model"), Drop("b"), Drop("x.*"),
+            Convert(["q.w", "k.w"], "qk.w", lambda q, k: torch.cat([q, k])),
+            Convert("x.{i}.w", "xs.w", "stack_experts"), Convert("xs.w", "x.{i}.w", "unstack_experts"),
+            Convert("a.w", "a.w", lambda w: w * 2), Convert("b.w", "b.w", "transpose"),
+        ]
+    ),
+    unique_by=id, max_size=3,
+)  # fmt: skip
+_policies = st.sampled_from(["error", "warn", "ignore"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(_some_tensors, _some_tensors, _some_rules, _policies, _policies)
+def test_every_parameter_and_every_tensor_is_accounted_for(
+    wanted: Any, given_: Any, rules: list[Any], missing: Any, mismatch: Any
+) -> None:
+    model = nn.Module()
+    for name, (shape, dtype) in wanted.items():
+        *path, leaf = name.split(".")
+        module = model
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        if leaf not in module._modules:
+            module.register_buffer(leaf, torch.zeros(shape, dtype=dtype))
+    parameters = dict(model.named_buffers())
+    tensors = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in given_.items()}
+    plan = plan_load(model, tensors, rules=rules, on_missing=missing, on_mismatch=mismatch)
+
+    loaded, tied = set(plan.loaded), set(plan.tied)
+    left_out = {*plan.missing, *plan.mismatched, *plan.unfilled}
+    spoken_of = {name for finding in plan.findings for name in finding.tensors}
+    assert set(parameters) == loaded | tied | left_out | (spoken_of & set(parameters))
+    assert not loaded & set(plan.missing)
+    assert not loaded & set(plan.unfilled)
+    used = {info.name for step in plan.steps for info in step_infos(step)}
+    left = {*plan.unexpected, *plan.ignored, *plan.dropped, *spoken_of}
+    assert set(tensors) == used | (left & set(tensors))
+    for name in (*parameters, *tensors):
+        assert plan.explain(name)
+    json.loads(plan.to_json())
+    assert str(plan)
+    if plan.ok:
+        before = {name: tensor.clone() for name, tensor in parameters.items()}
+        assert set(plan.run(model).loaded) == loaded
+        for name in plan.unfilled:
+            assert torch.equal(model.get_buffer(name), before[name])
+    else:
+        with pytest.raises(PlanError):
+            plan.run(model)
+        assert all(not tensor.any() for tensor in parameters.values())
 
 
 # ------------------------------------------------------------------ what a plan says

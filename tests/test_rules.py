@@ -504,7 +504,7 @@ def test_a_function_that_does_not_suit_its_tensors_is_an_error_with_their_shapes
     )
     assert found.errors[0].kind == "rule"
     assert "[2, 2] torch.float32, [2, 3] torch.float32" in found.errors[0].message
-    assert found.errors[0].tensors == ("w",)
+    assert found.errors[0].tensors == ("w", "a", "b")
 
 
 @pytest.mark.parametrize(

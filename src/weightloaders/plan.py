@@ -207,8 +207,9 @@ class LoadPlan:
         steps: What is to be read, and where it goes.
         findings: Everything worth saying, errors first.
         missing: Parameters that the source doesn't fill.
-        unexpected: Source tensors that the model doesn't want.
-        ignored: Source tensors that are computed rather than learnt, or that the model itself says to leave out.
+        unexpected: Source tensors that the model doesn't want, and what rules make that it doesn't.
+        ignored: Source tensors that nothing is lost with: computed rather than learnt, equal to another that is loaded
+            in their place, or left out by the model's own word.
         mismatched: Tensors whose shape or kind of number doesn't fit.
         unfilled: Parameters left unfilled on purpose (by a policy).
         cast: Parameter -> stored dtype and its own.
@@ -312,7 +313,7 @@ class LoadPlan:
             f"{name} is {what}"
             for names, what in (
                 (self.dropped, "dropped by a rule"),
-                (self.ignored, "ignored: it is computed, or the model says that it does not want it"),
+                (self.ignored, "ignored: computed, equal to another, or left out by the model's own word"),
             )
             if name in names
         ]

@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightloaders.errors import RuleError
+from weightloaders.errors import RuleError, SourceError
 from weightloaders.mapping.rules import Convert, Drop, Rename, Rule
+from weightloaders.weights.texts import brief, parse_yaml, read_text
 
 _FORM = (
     "rules are a list of Rename, Drop and Convert objects, or a mapping with `rename:`, `drop:` and `convert:` "
     "(from YAML, or the path of a YAML file)"
 )
 _SUFFIXES = (".yaml", ".yml", ".json")
+# Rules are written by people; more than this is another kind of file.
+_MAX_BYTES = 1 << 24
 
 
 def parse_rules(value: Any) -> tuple[Rule, ...]:
@@ -35,9 +38,9 @@ def _is_path(text: str) -> bool:
 
 def _from_file(path: Path) -> tuple[Rule, ...]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise RuleError(f"the rules can't be read from {path}: {error}", file=path, hint=_FORM) from error
+        text = read_text(path, _MAX_BYTES)
+    except SourceError as error:
+        raise RuleError(f"the rules can't be read: {error.message}", file=path, hint=_FORM) from error
     try:
         return tuple(_rules(_parse_yaml(text, str(path))))
     except RuleError as error:
@@ -46,11 +49,9 @@ def _from_file(path: Path) -> tuple[Rule, ...]:
 
 
 def _parse_yaml(text: str, name: str) -> Any:
-    import yaml
-
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return parse_yaml(text)
+    except ValueError as error:
         raise RuleError(f"{name}: this is no valid YAML: {error}", hint=_FORM) from error
 
 
@@ -64,10 +65,10 @@ def _rules(value: Any) -> Iterator[Rule]:
     elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
         for item in value:
             if not isinstance(item, Rename | Drop | Convert | Mapping):
-                raise RuleError(f"this is no rule: {item!r}", hint=_FORM)
+                raise RuleError(f"this is no rule: {brief(item)}", hint=_FORM)
             yield from _rules(item)
     else:
-        raise RuleError(f"these are no rules: {value!r}", hint=_FORM)
+        raise RuleError(f"these are no rules: {brief(value)}", hint=_FORM)
 
 
 def _from_mapping(value: Mapping[Any, Any]) -> Iterator[Rule]:
@@ -92,7 +93,7 @@ def _entries(value: Any, key: str) -> list[Any]:
         return value
     if isinstance(value, Mapping | str):
         return [value]
-    raise RuleError(f"`{key}:` takes a list, not {value!r}", hint=_FORM)
+    raise RuleError(f"`{key}:` takes a list, not {brief(value)}", hint=_FORM)
 
 
 def _pairs(entry: Any) -> list[tuple[Any, Any]]:
@@ -101,7 +102,7 @@ def _pairs(entry: Any) -> list[tuple[Any, Any]]:
         return [(entry["old"], entry["new"])] if set(entry) == {"old", "new"} else list(entry.items())
     if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
         return [(entry[0], entry[1])]
-    raise RuleError(f"`rename:` takes old names with new ones, not {entry!r}", hint="e.g. `rename: {backbone: model}`")
+    raise RuleError(f"`rename:` takes old names with new ones, not {brief(entry)}", hint="e.g. `rename: {backbone: model}`")
 
 
 def _text(value: Any, key: str) -> str:
@@ -110,14 +111,14 @@ def _text(value: Any, key: str) -> str:
         return value or ""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise RuleError(f"`{key}:` takes names, not {value!r}", hint="put quotes around it")
+    raise RuleError(f"`{key}:` takes names, not {brief(value)}", hint="put quotes around it")
 
 
 def _conversion(entry: Any) -> Convert:
     needed = {"sources", "targets", "function"}
     if not isinstance(entry, Mapping) or not needed <= set(entry):
         raise RuleError(
-            f"an entry of `convert:` needs sources, targets and function, not {entry!r}",
+            f"an entry of `convert:` needs sources, targets and function, not {brief(entry)}",
             hint="e.g. {sources: [q, k, v], targets: qkv, function: fuse_qkv}; whatever else it has are sizes",
         )
     sizes = {str(key): value for key, value in entry.items() if key not in needed}

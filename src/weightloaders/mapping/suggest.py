@@ -29,6 +29,8 @@ _SPELLINGS = (
 # Looking for the nearest of more names than this, or of longer ones, is slow and no help.
 _MAX_CANDIDATES = 2000
 _MAX_LENGTH = 300
+# No model is as deep as this; a name that is would cost its length squared.
+_MAX_DEPTH = 50
 # Of a tail that more prefixes than this stand in front of, no prefix is the one.
 _FEW = 8
 
@@ -69,7 +71,7 @@ class WrapperMapper:
         return Claim(target, (f"wrapper removed: {', '.join(removed)}" if removed else "wrapper added",))
 
     def _in_wrapped_module(self, segments: Sequence[str]) -> str | None:
-        for cut in range(len(segments) - 1, -1, -1) if self._modules else ():
+        for cut in range(min(len(segments) - 1, _MAX_DEPTH), -1, -1) if self._modules else ():
             module = self._modules.get(".".join(segments[:cut]))
             if module is not None:
                 return ".".join((module, *segments[cut:])).removeprefix(".")
@@ -201,4 +203,4 @@ def grouped(names: Iterable[str], everything: Collection[str]) -> list[str]:
 def _modules(name: str) -> list[str]:
     """The modules that a name lies in, the outermost first."""
     segments = name.split(".")
-    return [".".join(segments[:end]) for end in range(1, len(segments))]
+    return [".".join(segments[:end]) for end in range(1, min(len(segments), _MAX_DEPTH))]

@@ -54,7 +54,8 @@ def _settle_handed(placing: Placing) -> None:
             Finding(
                 "incomplete", severity,
                 f"of the parts of {name}, {listed(absent)} is missing; there is {listed(list(handed.values()))}",
-                (name,), hint="look for the missing part under another name, or in a shard that is absent",
+                (name, *handed.values()),
+                hint="look for the missing part under another name, or in a shard that is absent",
             )
         )  # fmt: skip
         placing.plan.missing.append(name)
@@ -206,8 +207,7 @@ def _settle_unexpected(placing: Placing, infos: Mapping[str, TensorInfo]) -> Non
         by_severity[placing.policies.unexpected(name)].append(name)
     for severity, names in by_severity.items():
         info = infos.get(names[0])
-        futile = placing.futile.get(names[0])
-        hint = cause_of_unexpected(names) or (f"{futile}, which the model does not have" if futile else None)
+        hint = cause_of_unexpected(names) or placing.futile.get(names[0])
         plan.findings.append(
             Finding(
                 "unexpected", severity,

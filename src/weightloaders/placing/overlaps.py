@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.placing.comparing import same_bits
 from weightloaders.targets import Span, Target, memory_span
-from weightloaders.weights.reading import memory_of, read_tensor
+from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -78,9 +79,9 @@ def contradiction(cluster: Sequence[tuple[Target, TensorInfo]]) -> tuple[Target,
         typed = memory[start : span.end - first].view(dtype)
         views.append((target, info, typed.as_strided(target.shape, target.tensor.stride())))
     for _, info, view in views:
-        view.copy_(read_tensor(info))
-    for target, info, view in views:
-        there, wanted = view.contiguous(), read_tensor(info).to(view.dtype).contiguous()
-        if memory_of(there) != memory_of(wanted):
-            return target, info
-    return None
+        values = read_tensor(info).detach()
+        if values.device.type != "meta":
+            view.copy_(values)
+    return next(
+        ((target, info) for target, info, view in views if not same_bits(view, read_tensor(info).to(view.dtype))), None
+    )

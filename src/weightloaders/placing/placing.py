@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weightloaders.errors import SourceError, WeightLoadersError
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.symbolic import SymbolicTensor
 from weightloaders.placing.accounting import settle
 from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
+from weightloaders.placing.comparing import agree
 from weightloaders.placing.groups import GroupState, Incomplete, Outcome, outcome_of, pieces_of
 from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Piece, Policies
-from weightloaders.weights.reading import read_tensor, same_values
 
 if TYPE_CHECKING:
     import re
@@ -43,7 +43,7 @@ class Placing:
         spoilt: Memories that something was meant for and did not fit: they are not missing a second time.
         handed: Target -> name of a part -> the source handed to the parameter's own loader for it.
         parts: Target -> the parts that its own loader is to get.
-        futile: Source -> what a rule would have made of it, had the model a place for that.
+        futile: Source -> why a rule made nothing of it.
     """
 
     def __init__(
@@ -73,20 +73,25 @@ class Placing:
             self._unwanted(info.name, name)
             return
         canonical = self.targets.canonical[name]
-        if not self._fits(target, info.shape, info.dtype, info):
+        if not self._fits(target, info.shape, info.dtype, [info]):
             self.spoilt.add(canonical)
         elif canonical in self.filled:
             self._second_source(target, info)
         elif not self._comes_with_partner(target, info):
             self._note_cast(target, info.dtype, info)
             self._fill(target, info, info.name)
-            pieces = (Piece(info, 0, 0, info.numel),) if info.numel else ()
-            self.plan.steps.append(CopyStep(target, pieces, rules))
+            self.plan.steps.append(CopyStep(target, (Piece(info, 0, 0, info.numel),), rules))
 
     def _fill(self, target: Target, info: TensorInfo | None, source: str) -> None:
         canonical = self.targets.canonical[target.name]
         self.filled[canonical] = (info, source)
         self.fillers[canonical] = target.name
+
+    def forget(self, name: str) -> None:
+        """Let go of the source of a target: of a stream, tensors go as soon as they were moved."""
+        canonical = self.targets.canonical.get(name)
+        if canonical in self.filled:
+            self.filled[canonical] = (None, self.filled[canonical][1])
 
     def _comes_with_partner(self, target: Target, info: TensorInfo) -> bool:
         """Whether a declared tie's other name is filled from the very same bytes (as torch's own files have it)."""
@@ -94,6 +99,7 @@ class Placing:
             other = self.filled.get(self.targets.canonical.get(partner, ""), (None, ""))[0]
             if other is not None and info.extents and (info.extents, info.dtype) == (other.extents, other.dtype):
                 self.plan.tied[target.name] = partner
+                self.plan.ignored.append(info.name)
                 return True
         return False
 
@@ -107,8 +113,7 @@ class Placing:
             self._conflict(target, info, other)
             return
         canonical = self.targets.canonical[target.name]
-        before, _ = self.filled.get(canonical, (None, ""))
-        if before is not None and before.extents and info.extents:
+        if self.filled.get(canonical, (None, ""))[0] is not None:
             # Tied, and its other name has been placed.
             self._second_source(target, info)
             return
@@ -123,13 +128,15 @@ class Placing:
         canonical = self.targets.canonical[target.name]
         other, other_name = self.filled[canonical]
         try:
-            equal = other is not None and _agree(info, other, target.dtype)
+            equal = other is not None and agree(info, other, target.dtype)
         except SourceError as error:
             self.plan.findings.append(Finding("conflict", "error", error.message, (info.name,), error.file, error.hint))
             return
         if not equal:
             self._conflict(target, info, other_name)
-        elif target.name != self.fillers[canonical]:
+            return
+        self.plan.ignored.append(info.name)
+        if target.name != self.fillers[canonical]:
             self.plan.tied[target.name] = self.fillers[canonical]
 
     def _conflict(self, target: Target, info: TensorInfo, other: str) -> None:
@@ -155,7 +162,9 @@ class Placing:
         if futile:
             self.futile[source] = futile
 
-    def _fits(self, target: Target, shape: Sequence[int], dtype: torch.dtype, info: TensorInfo, of: str = "") -> bool:
+    def _fits(self, target: Target, shape: Sequence[int], dtype: torch.dtype, infos: Sequence[TensorInfo]) -> bool:
+        """Whether what comes of some sources fits a target; else a finding says why not."""
+        of = f" (made of {len(infos)} tensors)" if len(infos) > 1 else ""
         shape, wanted = tuple(shape), target.shape
         # A scalar in a file and a parameter of one element are the same thing.
         if shape != wanted and {shape, wanted} != {(), (1,)}:
@@ -172,7 +181,8 @@ class Placing:
             severity = "error"
         if target.name not in self.plan.mismatched:
             self.plan.mismatched.append(target.name)
-        self.plan.findings.append(Finding(kind, severity, message, (target.name,), file_of(info), hint))
+        about = dict.fromkeys((target.name, *(info.name for info in infos)))
+        self.plan.findings.append(Finding(kind, severity, message, tuple(about), file_of(infos[0]), hint))
         return False
 
     def _note_cast(self, target: Target, dtype: torch.dtype, info: TensorInfo) -> None:
@@ -189,26 +199,33 @@ class Placing:
         if not known:
             result = state.group.targets[0] if state.group.targets else ""
             for info in members:
-                self._unwanted(info.name, result, f"{state.group.rule} would make {result!r} of it")
+                futile = f"{state.group.rule} would make {result!r} of it, which the model does not have"
+                self._unwanted(info.name, result, futile)
             return
+        about = tuple(dict.fromkeys((*known, *(info.name for info in members))))
         try:
             outcome = outcome_of(state, self.targets.by_name)
         except Incomplete as problem:
-            self._incomplete(known, str(problem), members)
+            if all(self.targets.canonical[name] in self.filled for name in known):
+                # What these are parts of is there as a whole.
+                for info in members:
+                    self._unwanted(info.name, known[0], str(problem))
+            else:
+                self._incomplete(known, str(problem), members, about)
         except WeightLoadersError as error:
-            self.plan.findings.append(
-                Finding("rule", "error", error.message, tuple(known), file_of(members[0]), error.hint)
-            )
+            self.plan.findings.append(Finding("rule", "error", error.message, about, file_of(members[0]), error.hint))
             self.spoilt.update(self.targets.canonical[name] for name in known)
         else:
             self.plan.steps.extend(self._steps_of(state, outcome))
 
-    def _incomplete(self, known: Sequence[str], problem: str, members: Sequence[TensorInfo]) -> None:
+    def _incomplete(
+        self, known: Sequence[str], problem: str, members: Sequence[TensorInfo], about: tuple[str, ...]
+    ) -> None:
         severities = {self.policies.missing(name) for name in known}
         severity = next(s for s in ("error", "warning", "info") if s in severities)
         self.plan.findings.append(
             Finding(
-                "incomplete", severity, problem, tuple(known), next(filter(None, map(file_of, members)), None),
+                "incomplete", severity, problem, about, next(filter(None, map(file_of, members)), None),
                 "look for the missing part under another name, or in a shard that is absent",
             )
         )  # fmt: skip
@@ -221,7 +238,7 @@ class Placing:
         for name, result in results.items():
             target = self.targets.by_name.get(name)
             if target is None:
-                self._unwanted(name, name, f"{state.group.rule} makes it")
+                self._unwanted(name, name, f"{state.group.rule} makes it, and the model does not have it")
             elif self._takes(target, result, infos):
                 taken[name] = target
         if computed:
@@ -236,8 +253,7 @@ class Placing:
     def _takes(self, target: Target, result: torch.Tensor | None, infos: Sequence[TensorInfo]) -> bool:
         """Whether a group's result fits its target, and nothing else fills that."""
         canonical = self.targets.canonical[target.name]
-        of = f" (made of {len(infos)} tensors)" if len(infos) > 1 else ""
-        if result is not None and not self._fits(target, result.shape, result.dtype, infos[0], of):
+        if result is not None and not self._fits(target, result.shape, result.dtype, infos):
             self.spoilt.add(canonical)
             return False
         if canonical in self.filled:
@@ -267,11 +283,3 @@ def file_of(info: TensorInfo) -> str | None:
 def stored_dtype(info: TensorInfo) -> torch.dtype:
     """The dtype of a tensor's bytes in its source."""
     return info.extents[0].stored_dtype if info.is_raw and info.extents else info.dtype
-
-
-def _agree(a: TensorInfo, b: TensorInfo, dtype: torch.dtype) -> bool:
-    """Whether two sources of one parameter come to the same there."""
-    if a.dtype == b.dtype:
-        return same_values(a, b)
-    one: Any = read_tensor(a).to(dtype)
-    return a.shape == b.shape and bool(one.equal(read_tensor(b).to(dtype)))
