@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from weightloaders.errors import ConfigError, SourceNotFoundError
-from weightloaders.loading import LoadContext, check_usable, get_weights, is_borrowed, load, load_given, make_plan
+from weightloaders.errors import ConfigError
+from weightloaders.loaders.place import as_name
+from weightloaders.loading import LoadContext, check_usable, get_weights, is_borrowed, make_plan
 from weightloaders.mapping.parsing import parse_rules
-from weightloaders.offers import name_of
 from weightloaders.plan import Policies, PolicyOption
+from weightloaders.prepare import load_context, load_from, prepare, resolve_loader
 from weightloaders.registry import WeightLoaderRegistry
-from weightloaders.skeleton import HUB_OPTIONS, build_skeleton, stored_dtype_of
 from weightloaders.targets import Targets
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
 from weightloaders.weights.weights import Weights, as_catalogue
@@ -23,15 +20,13 @@ from weightloaders.weights.weights import Weights, as_catalogue
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import torch
     from torch import nn
 
-    from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.loading.context import Verify
     from weightloaders.plan import LoadPlan
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
-
-logger = logging.getLogger(__name__)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -52,8 +47,9 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         RegistryError: If there is no such loader.
         OptionsError: If the options don't suit the loader.
     """
-    found = WeightLoaderRegistry.resolve(loader, kwargs, source=str(source))
-    return as_catalogue(get_weights(found, str(source)), borrowed=is_borrowed(found, str(source)))
+    name = as_name(source)
+    found = WeightLoaderRegistry.resolve(loader, kwargs, source=name)
+    return as_catalogue(get_weights(found, name), borrowed=is_borrowed(found, name))
 
 
 def plan_load(
@@ -122,8 +118,8 @@ def load_into(
         PlanError: If something is missing or does not fit; nothing was touched.
         LoadError: If something failed on the way; the model is marked as half-loaded.
     """
-    context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
-    return _load(model, source, _resolve(source, loader, loader_kwargs or {}), context)
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
+    return load_from(model, source, resolve_loader(source, loader, loader_kwargs or {}), context)
 
 
 def load_model(model: nn.Module, source: Any, **options: Any) -> nn.Module:
@@ -180,31 +176,20 @@ def from_pretrained(
         ModelError: If the model can't be built.
         PlanError: If the weights don't fit it.
     """
-    where = weights if weights is not None else source
-    if where is None:
-        raise SourceNotFoundError("neither a source nor weights were given")
-    options = dict(loader_kwargs or {})
-    context = _context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
-    resolved = _resolve(where, loader, options)
-    # What finds the weights in their repository may name a revision that the config's does not have.
-    hub_options = {key: options[key] for key in HUB_OPTIONS if weights is None and key in options}
-    hub_options |= {key: model_kwargs.pop(key) for key in HUB_OPTIONS if key in model_kwargs}
-    skeleton = build_skeleton(
-        None if source is None else str(source),
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
+    prepared = prepare(
+        source,
+        context,
+        weights=weights,
+        loader=loader,
+        loader_kwargs=loader_kwargs,
         config=config,
         auto_class=auto_class,
         dtype=dtype,
-        stored_dtype=lambda: _stored_dtype(where, resolved),
-        hub_options=hub_options,
         trust_remote_code=trust_remote_code,
         **model_kwargs,
     )
-    context = context.changed(dtypes=skeleton.dtypes)
-    report = _load(skeleton.model, where, resolved, context)
-    for warning in skeleton.finalise(report.loaded):
-        logger.warning("%s", warning)
-        report.warnings.append(warning)
-    return skeleton.model, report
+    return prepared.model, prepared.fill()
 
 
 def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB") -> tuple[Path, ...]:
@@ -275,56 +260,6 @@ class _Described:
 
     def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         self.name, self.dtype, self.shape = name, dtype, shape
-
-
-def _context(
-    rules: Any,
-    on_missing: PolicyOption,
-    on_unexpected: PolicyOption,
-    on_mismatch: PolicyOption,
-    device: torch.device | str | None,
-    progress: ProgressOption,
-    verify: Any,
-) -> LoadContext:
-    if verify not in (None, "finite", "sha256"):
-        raise ConfigError(f"verify={verify!r}: None, 'finite' or 'sha256' is expected")
-    try:
-        where = None if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device={device!r}: {error}") from error
-    return LoadContext(
-        rules=parse_rules(rules),
-        policies=Policies(on_missing, on_unexpected, on_mismatch),
-        device=where,
-        progress=progress,
-        verify=verify,
-    )
-
-
-def _resolve(source: Any, loader: Any, options: Mapping[str, Any]) -> BaseWeightLoader | None:
-    """The loader for a source; None where the weights themselves were given."""
-    if not isinstance(source, str | Path):
-        if options or loader != "auto":
-            raise ConfigError("weights themselves were given, so no loader takes part", hint="leave out the loader")
-        return None
-    return WeightLoaderRegistry.resolve(loader, options, source=str(source))
-
-
-def _load(model: nn.Module, source: Any, loader: BaseWeightLoader | None, context: LoadContext) -> LoadReport:
-    if loader is None:
-        return load_given(model, source, context)
-    return load(model, loader, str(source), context.changed(loader=name_of(loader)))
-
-
-def _stored_dtype(source: Any, resolved: Any) -> torch.dtype | None:
-    if resolved is None:
-        # A stream can be read only once, so it can't be looked at before.
-        return stored_dtype_of(as_catalogue(source)) if isinstance(source, Weights | dict) else None
-    weights = get_weights(resolved, str(source))
-    if not isinstance(weights, Weights | dict):
-        return None
-    with as_catalogue(weights) as catalogue:
-        return stored_dtype_of(catalogue)
 
 
 def parse_size(size: int | str) -> int:

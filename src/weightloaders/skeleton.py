@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightloaders.errors import ModelError, SourceNotFoundError
+from weightloaders.discovery import did_you_mean
+from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.mapping.transformers import tied_names
@@ -72,19 +73,20 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def model_files(source: str | Path, hub_options: Mapping[str, Any] | None = None) -> Path:
+def model_files(source: str | Path, hub_options: Mapping[str, Any] | None = None, needed: str = "") -> Path:
     """The folder with a model's config, tokenizer and the like; downloaded, if the source is on the hub.
 
     Args:
         source: A folder or hub id.
         hub_options: Those of `HUB_OPTIONS`.
+        needed: The file without which the others are of no use.
 
     Raises:
         SourceError: If there is no such folder or repository, or nothing of the kind in it.
     """
     options = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
     subfolder = options.pop("subfolder", "")
-    return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder)
+    return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder, needed=needed)
 
 
 def build_skeleton(
@@ -112,8 +114,11 @@ def build_skeleton(
         **model_kwargs: For the config, and for the model's constructor.
 
     Raises:
-        ModelError: If there is no usable config, or transformers has no such class.
+        ConfigError: If torch has no such dtype, or transformers no such class; before a config is looked for.
+        ModelError: If there is no usable config, or transformers does not know its architecture.
     """
+    wanted = _dtype_named(dtype)
+    auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
     folder = None if source is None or config is not None else _files_or_explain(source, hub_options)
     config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs)
@@ -123,7 +128,7 @@ def build_skeleton(
             hint="convert the checkpoint to plain weights first, or load it into your own module with load_into",
         )
     model_class = _model_class(config, auto_class, folder, trust_remote_code)
-    dtype = _dtype(dtype, config, stored_dtype)
+    dtype = wanted or _own_dtype(config, stored_dtype)
     config = copy.deepcopy(config)
     # The config is saved with the model, and then says what it is loaded as.
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
@@ -136,7 +141,7 @@ def build_skeleton(
 
 def _files_or_explain(source: str, hub_options: Mapping[str, Any] | None) -> Path:
     try:
-        return model_files(source, hub_options)
+        return model_files(source, hub_options, needed="config.json")
     except SourceNotFoundError as error:
         raise ModelError(f"there is no config in {source}: {error.message}", file=source, hint=_NO_CONFIG) from error
 
@@ -185,15 +190,12 @@ def _model_class(config: Any, auto_class: Any, folder: Path | None, trust: bool)
             )
         if trust and getattr(config, "auto_map", None):
             return _remote_class(config, folder)
-        wanted = names[0]
-    if isinstance(wanted, str):
-        found = getattr(transformers, wanted, None)
-        if found is None:
+        wanted = getattr(transformers, names[0], None)
+        if wanted is None:
             raise ModelError(
-                f"transformers {transformers.__version__} has no class {wanted!r}",
+                f"transformers {transformers.__version__} has no class {names[0]!r}",
                 hint="a newer transformers may have it; code that comes with a model needs trust_remote_code=True",
             )
-        wanted = found
     mapping = getattr(wanted, "_model_mapping", None)
     if mapping is None:
         return wanted
@@ -216,29 +218,62 @@ def _remote_class(config: Any, folder: Path | None) -> Any:
     return get_class_from_dynamic_module(references[preferred], str(folder or config.name_or_path))
 
 
-def _dtype(dtype: torch.dtype | str, config: Any, stored: Callable[[], torch.dtype | None] | None) -> torch.dtype:
-    if isinstance(dtype, str) and dtype != "auto":
-        found = getattr(torch, dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
-            raise ModelError(f"torch has no dtype {dtype!r}", hint="e.g. 'bfloat16', 'float16', 'float32' or 'auto'")
-        dtype = found
+def _class_named(auto_class: Any) -> Any:
+    import transformers
+
+    if auto_class is None or isinstance(auto_class, type):
+        return auto_class
+    if not isinstance(auto_class, str):
+        raise ConfigError(f"auto_class is a class of transformers or the name of one, not {auto_class!r}")
+    found = getattr(transformers, auto_class, None)
+    if found is None:
+        near = did_you_mean(auto_class, (name for name in dir(transformers) if name.startswith("AutoModel")))
+        raise ConfigError(f"transformers {transformers.__version__} has no class {auto_class!r}{near}")
+    return found
+
+
+def _dtype_named(dtype: torch.dtype | str) -> torch.dtype | None:
+    """The dtype; None for ``"auto"``."""
     if dtype == "auto":
-        declared = getattr(config, "dtype", None)
-        if isinstance(declared, str):
-            declared = getattr(torch, declared, None)
-        dtype = declared or (stored() if stored is not None else None) or torch.float32
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        known = [name for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
+        near = did_you_mean(dtype, known) if isinstance(dtype, str) and found is None else ""
+        raise ConfigError(
+            f"a model's dtype is 'auto' or a floating-point dtype of torch's, not {dtype!r}{near}",
+            hint="e.g. 'bfloat16', 'float16' or 'float32'",
+        )
+    return found
+
+
+def _own_dtype(config: Any, stored: Callable[[], torch.dtype | None] | None) -> torch.dtype:
+    """The config's dtype, else that of the stored weights."""
+    declared = getattr(config, "dtype", None)
+    if isinstance(declared, str):
+        declared = getattr(torch, declared, None)
+    dtype = declared or (stored() if stored is not None else None) or torch.float32
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ModelError(f"a model's dtype is a floating-point dtype or 'auto', not {dtype!r}")
+        raise ModelError(f"the config says that the model's dtype is {dtype!r}", hint="say which: dtype='float32'")
     return dtype
 
 
 def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> nn.Module:
+    import transformers
+
     try:
         contexts = model_class.get_init_context(dtype, False, False, False)
     except (AttributeError, TypeError):
-        logger.info("transformers builds models in another way now; this one is built on the CPU first")
+        logger.warning(
+            "transformers %s builds models in another way than the versions that were tested; the model is built on "
+            "the CPU, with values that the weights then replace, which takes longer",
+            transformers.__version__,
+        )
         # What the public AutoModel.from_config forwards to.
         built: nn.Module = _constructed(lambda: model_class._from_config(config, dtype=dtype, **kwargs), model_class)  # noqa: SLF001
+        tensors = dict(_named(built))
+        for name, kept in _kept_dtypes(built, dtype).items():
+            tensors[name].data = tensors[name].data.to(kept)
         return built
     with contextlib.ExitStack() as stack:
         for context in contexts:

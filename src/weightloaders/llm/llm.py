@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,10 @@ from weightloaders.errors import ConfigError
 from weightloaders.llm.engines.base import engine_class
 from weightloaders.llm.outputs import RequestOutput, SamplingParams
 from weightloaders.llm.prompts import rendered, requests_for
+from weightloaders.loaders.place import as_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -88,6 +90,9 @@ class LLM:
         **model_kwargs: Any,
     ) -> None:
         _refuse_slips(model_kwargs)
+        for name, place in (("model", model), ("tokenizer", model if tokenizer is None else tokenizer)):
+            _check(name, place, str | Path, "a folder or hub id")
+        _check("weight_loader_kwargs", weight_loader_kwargs, Mapping | None, "a mapping of names to values")
         options = dict(weight_loader_kwargs or {})
         if revision is not None and weights is None:
             options = {"revision": revision, **options}
@@ -102,17 +107,16 @@ class LLM:
             "verify": verify,
         }
         self._engine = engine_class(engine).load(
-            str(model),
+            as_name(model),
             weights=weights,
-            tokenizer=None if tokenizer is None else str(tokenizer),
+            tokenizer=None if tokenizer is None else as_name(tokenizer),
             revision=revision,
             trust_remote_code=trust_remote_code,
             dtype=dtype,
-            device=device,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
+            load_options={**self._load_options, "device": device},
             **self._loader,
-            **self._load_options,
             **model_kwargs,
         )
         self._default_params = sampling_params or self._engine.default_params
@@ -288,6 +292,11 @@ class LLM:
         report = self._engine.reload_weights(source, **loader, **options)
         self._source, self._loader = source, loader
         return report
+
+
+def _check(name: str, value: object, kind: Any, said: str) -> None:
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {said}, not {value!r}")
 
 
 def _refuse_slips(model_kwargs: Mapping[str, Any]) -> None:

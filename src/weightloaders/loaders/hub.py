@@ -23,7 +23,7 @@ from weightloaders.errors import (
     SourceReadError,
 )
 from weightloaders.weights.file_names import family_of
-from weightloaders.weights.folder import FolderListing, kind_of
+from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ def repository_at(place: Place, access: HubAccess) -> Repository:
                 f"{access.revision!r} by the option"
             )
         access = replace(access, revision=place.revision)
-    return Repository(place.repository, access)
+    return Repository(place.repository, access, place.passed_over)
 
 
 class Repository:
@@ -117,11 +117,13 @@ class Repository:
     Args:
         name: ``org/name``.
         access: How to reach it.
+        passed_over: What lies here under that name, but is not what is wanted; told if the hub has it neither.
     """
 
-    def __init__(self, name: str, access: HubAccess) -> None:
+    def __init__(self, name: str, access: HubAccess, passed_over: Path | None = None) -> None:
         self.name = name
         self.access = access
+        self._passed_over = passed_over
         self.revision = access.revision or "main"
         self._folder = access.cache / f"models--{name.replace('/', '--')}"
 
@@ -144,6 +146,35 @@ class Repository:
         Raises:
             SourceError: If neither has it.
         """
+        try:
+            return self._obtain(from_hub, from_cache, suffices)
+        except SourceError as error:
+            lack = self._lack(from_cache)
+            if lack is None:
+                raise
+            raise type(lack)(
+                f"{lack.message}; as a repository on the hub: {error.message}",
+                file=lack.file,
+                hint=lack.hint or error.hint,
+            ) from error
+
+    def _lack(self, look: Callable[[Path], object]) -> SourceError | None:
+        """What is wrong with the place here that has the repository's name."""
+        here = self._passed_over
+        kind = None if here is None else kind_of(here)
+        if here is None or kind is None:
+            return None
+        if kind != A_FOLDER:
+            return SourceNotFoundError(f"{self.name} {kind}", file=here)
+        try:
+            look(here)
+        except SourceError as error:
+            return type(error)(f"{self.name} is a folder here, but {error.message}", file=error.file, hint=error.hint)
+        return None
+
+    def _obtain(
+        self, from_hub: Callable[[HubFiles], T], from_cache: Callable[[Path], T], suffices: Callable[[T], bool]
+    ) -> tuple[T, str]:
         switch = self.access.offline_because
         if switch is not None:
             return self._cached(from_cache, switch)
@@ -213,7 +244,8 @@ class Repository:
             snapshot = self.snapshot()
         except SourceNotFoundError as error:
             # A name that was not looked up on the hub may well be a folder's, and mistyped.
-            here = f"there is no file or folder {self.name} here, and " if switch and kind_of(Path(self.name)) else ""
+            absent = switch and not os.path.lexists(self.name)
+            here = f"there is no file or folder {self.name} here, and " if absent else ""
             raise SourceNotFoundError(here + error.message, file=error.file, hint=hint) from None
         try:
             return from_cache(snapshot), f"{self.name} at {snapshot.name} from the cache"

@@ -30,12 +30,22 @@ class Place(NamedTuple):
         repository: The repository's id; empty for a place on disk.
         revision: The revision that the name itself gives.
         note: What was decided, where the name could have meant the other.
+        passed_over: What lies here under a repository's name, but is not what is wanted.
     """
 
     path: Path | None
     repository: str = ""
     revision: str | None = None
     note: str = ""
+    passed_over: Path | None = None
+
+
+def as_name(source: str | Path) -> str:
+    """A source as text that means the same: a path stays a place on disk, where a bare name may be a repository."""
+    text = os.fspath(source)
+    if isinstance(source, str) or source.is_absolute() or text.startswith((".", "~")):
+        return text
+    return os.path.join(".", text)  # noqa: PTH118 -- a Path would drop the dot
 
 
 def looks_like_repository(name: str) -> bool:
@@ -62,12 +72,12 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
     Raises:
         SourceNotFoundError: If it can be neither.
     """
-    text = os.fspath(name)
+    text = as_name(name)
     if text.startswith(_SCHEME):
         return _address(text)
     path = Path(text).expanduser()
     kind = kind_of(path)
-    if kind is None or isinstance(name, Path) or path.is_absolute() or text.startswith((".", "~")):
+    if kind is None or path.is_absolute() or text.startswith((".", "~")):
         return Place(path)
     if not looks_like_repository(text):
         if kind == A_FOLDER:
@@ -83,8 +93,8 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
         note = f"{text} is a folder here, but without what is wanted, so the repository on the hub is meant"
         note += f"; ./{text} means the folder"
         logger.warning("%s", note)
-        return Place(None, text, note=note)
-    return Place(None, text)
+        return Place(None, text, note=note, passed_over=path)
+    return Place(None, text, passed_over=path if os.path.lexists(path) else None)
 
 
 def _address(text: str) -> Place:

@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @classmethod
     def load(cls, model: str, **options: Any) -> Engine:
-        """Build and fill the model; the options are those of `LLM`."""
+        """Build and fill the model; the options are those of `LLM`, `load_options` those of `load_into` among them."""
 
     def generate(self, requests: Sequence[Request], *, show_progress: bool) -> list[RequestOutput]:
         """Write text for each request, in their order.
@@ -56,8 +56,8 @@ def engine_class(name: str) -> type[Engine]:
     Raises:
         ConfigError: If there is none.
     """
-    target = ENGINES.get(name)
+    target = ENGINES.get(str(name))
     if target is None:
-        raise ConfigError(f"engine {unknown(name, ENGINES)}")
+        raise ConfigError(f"engine {unknown(str(name), ENGINES)}")
     module, _, attribute = target.partition(":")
     return cast("type[Engine]", getattr(importlib.import_module(module), attribute))

@@ -16,7 +16,8 @@ from weightloaders import api, loading
 from weightloaders.errors import ConfigError, ModelError
 from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
-from weightloaders.skeleton import HUB_OPTIONS, model_files
+from weightloaders.prepare import load_context, prepare
+from weightloaders.skeleton import model_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -73,14 +74,14 @@ class TransformersEngine:
         cls,
         model: str,
         *,
+        load_options: Mapping[str, Any],
         weights: Any = None,
-        loader_kwargs: Mapping[str, Any] | None = None,
         tokenizer: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
-        **load_options: Any,
+        **model_kwargs: Any,
     ) -> TransformersEngine:
         """Build the model, fill it, and read its tokenizer. See `LLM` for the arguments.
 
@@ -88,27 +89,24 @@ class TransformersEngine:
             WeightLoadersError: As `from_pretrained` does.
             ModelError: If there is a tokenizer that can't be read.
         """
-        # What finds the weights in their repository finds the config and the tokenizer there, too; in another it may
-        # name a commit that is not there.
-        hub = {} if revision is None else {"revision": revision}
-        if weights is None:
-            hub |= {name: value for name, value in (loader_kwargs or {}).items() if name in HUB_OPTIONS}
-        else:
-            load_options |= hub
-        # First, as it is quick: who mistyped its name need not wait for the weights.
+        if revision is not None and weights is not None:
+            # It is one of the model's repository, which `weights` leads away from.
+            model_kwargs["revision"] = revision
+        prepared = prepare(
+            model,
+            load_context(**load_options),
+            weights=weights,
+            trust_remote_code=trust_remote_code,
+            **model_kwargs,
+        )
+        # Before the weights, as it is quick: who mistyped its name need not wait for them.
         if tokenizer is not None:
             read_tokenizer = _tokenizer(tokenizer, {}, trust_remote_code)
         else:
-            read_tokenizer = _tokenizer(model, hub, trust_remote_code) if _has_tokenizer(model) else None
-        filled, report = api.from_pretrained(
-            model,
-            weights=weights,
-            loader_kwargs=loader_kwargs,
-            trust_remote_code=trust_remote_code,
-            **load_options,
-        )
-        engine = cls(filled, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        engine.load_report = report
+            has_one = _has_tokenizer(model)
+            read_tokenizer = _tokenizer(model, prepared.hub_options, trust_remote_code) if has_one else None
+        engine = cls(prepared.model, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        engine.load_report = prepared.fill()
         return engine
 
     def reload_weights(self, source: Any, **load_options: Any) -> LoadReport:
