@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,6 +127,49 @@ def test_misuse_has_exit_status_2(arguments):
     assert run(*arguments, status=2).stderr
 
 
+def test_help_is_short_and_tells_switches_from_options():
+    for command in ([], ["inspect"], ["plan"]):
+        text = run(*command, "-h").stdout
+        assert text == run(*command, "--help").stdout
+        assert "bool" not in text.lower()
+
+
+def test_a_mistyped_choice_brings_the_nearest():
+    assert "did you mean 'binary'" in run("convert", "a", "b", "--to", "bianry", status=2).stderr.replace("\n", " ")
+
+
+MINE = """
+import torch
+from weightloaders import BaseWeightLoader
+
+class Loader(BaseWeightLoader):
+    def get_weights(self, model_name_or_path):
+        return {"w": torch.ones(2)}
+"""
+
+
+def test_a_loader_in_the_working_directory_can_be_named(tmp_path):
+    """The program as it is installed, whose `sys.path` does not begin with the working directory, as `-m`'s does."""
+    (tmp_path / "my_loader_here.py").write_text(MINE)
+    code = "import sys; sys.path = [p for p in sys.path if p]; from weightloaders.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "inspect", "anything", "--loader"]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    found = subprocess.run([*command, "my_loader_here:Loader"], check=True, **options)
+    assert "1 tensor, 2 elements, 8 bytes: 1 float32" in found.stdout
+
+
+def test_modules_of_the_working_directory_pass_for_nobody_elses(tmp_path, folder):
+    """It may be a checkpoint's folder from anywhere."""
+    for name in ("torch", "safetensors", "yaml", "accelerate", "my_loader_here"):
+        (tmp_path / f"{name}.py").write_text(MINE + "open('it_ran', 'w').close()\n")
+    code = "import sys; sys.path = [p for p in sys.path if p]; from weightloaders.cli.main import main; main()"
+    command = [sys.executable, "-c", code]
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    assert subprocess.run([*command, "inspect", folder], **options).returncode == 0
+    assert subprocess.run([*command, "plan", folder, "-l", "hf"], **options).returncode == 0
+    assert not (tmp_path / "it_ran").exists()
+
+
 def test_listing_imports_neither_torch_nor_transformers(environment):
     code = (
         "import sys; from weightloaders.cli.main import app\n"
@@ -239,28 +283,85 @@ def test_names_from_a_file_can_not_steer_the_terminal(tmp_path):
 # ------------------------------------------------------------------ plan
 
 
-def test_plan_shows_what_goes_where(folder, tensors):
-    output = run("plan", folder).stdout
-    for name in tensors:
-        assert name in output
-    assert f"{len(tensors)} parameters" in output
+def test_plan_says_first_whether_it_fits_and_then_what_each_module_gets(folder, tensors):
+    lines = run("plan", folder).stdout.splitlines()
+    assert lines[0] == "it fits"
+    assert f"{len(tensors)} parameters" in lines[1]
+    modules = {line.split()[0]: line.split() for line in lines[lines.index("") + 2 :]}
+    assert list(modules) == ["lm_head", "model.embed_tokens", "model.layers", "model.norm"]
+    nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("model.layers."))
+    assert modules["model.layers"][1:4] == ["18", f"{nbytes:,}", "read"]
+    assert "and 2 more" in " ".join(modules["model.layers"])
+    deeper = run("plan", folder, "--depth", 3).stdout
+    assert "model.layers.1 " in deeper
+
+
+def test_plan_shows_each_parameter_when_asked_in_natural_order(folder, tensors):
+    rows = run("plan", folder, "--full").stdout.partition("\n\n")[2].splitlines()[1:]
+    assert {row.split()[0] for row in rows} == tensors.keys()
+    assert all(".safetensors, bytes" in row for row in rows)
     data = json.loads(run("plan", folder, "--json").stdout)
     assert data["ok"]
     assert data["bytes_to_read"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_plan_counts_layers_as_people_do(tmp_path):
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=11, num_attention_heads=1, dtype="float32"
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    lines = run("plan", tmp_path, "--depth", 3, "--quiet").stdout.splitlines()
+    modules = [line.split()[0] for line in lines if line.startswith("model.layers.")]
+    assert modules == [f"model.layers.{i}" for i in range(11)]
+
+
+def test_plan_explains_one_parameter(folder):
     explained = run("plan", folder, "--explain", "model.norm.weight").stdout
     assert "model.norm.weight" in explained
     assert ".safetensors, bytes" in explained
     assert "nothing named 'nope'" in run("plan", folder, "--explain", "nope", status=1).stderr
+    assert "did you mean 'model.norm.weight'" in run("plan", folder, "--explain", "model.nrom.weight", status=1).stderr
 
 
-def test_plan_fails_where_the_weights_do_not_fit(folder, tensors, tmp_path):
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_plan_fails_where_the_weights_do_not_fit(folder, tensors, tmp_path, quiet):
+    name = "model.layers.1.self_attn.o_proj.weight"
     gap = changed(tensors, tmp_path / "gap.safetensors", model__layers__1__self_attn__o_proj__weight=None)
-    output = run("plan", gap, "--model", folder, status=1).stdout
-    assert "model.layers.1.self_attn.o_proj.weight" in output
+    result = run("plan", gap, "--model", folder, *quiet, status=1)
+    assert result.stdout.startswith("it does not fit: 1 error\n")
+    assert f"error: 1 of {len(tensors)} parameters" in result.stderr
+    assert f"--on-missing {name}=warn" in result.stderr
     data = json.loads(run("plan", gap, "--model", folder, "--json", status=1).stdout)
-    assert data["missing"] == ["model.layers.1.self_attn.o_proj.weight"]
+    assert data["missing"] == [name]
     shape = changed(tensors, tmp_path / "shape.safetensors", model__norm__weight=torch.ones(3))
-    assert "model.norm.weight" in run("plan", shape, "--model", folder, status=1).stdout
+    assert "model.norm.weight" in run("plan", shape, "--model", folder, *quiet, status=1).stderr
+
+
+def test_plan_shows_wrappers_that_are_removed_and_prefixes_that_are_added(folder, tensors, tmp_path):
+    save_file({f"module.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "wrapped.safetensors")
+    wrapped = run("plan", tmp_path / "wrapped.safetensors", "-m", folder).stdout
+    assert f"renamed: {len(tensors)}: 'module' -> '' ({len(tensors)})" in wrapped
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "bare.safetensors")
+    number = len(tensors) - 1
+    assert (
+        f"renamed: {number}: '' -> 'model' ({number})"
+        in run("plan", tmp_path / "bare.safetensors", "-m", folder).stdout
+    )
+
+
+def test_plan_takes_policies_for_all_names_or_for_some(folder, tensors, tmp_path):
+    gap = changed(tensors, tmp_path / "gap.safetensors", model__norm__weight=None, extra=torch.ones(1))
+    plan = ["plan", gap, "--model", folder]
+    assert "it fits" in run(*plan, "--on-missing", "warn").stdout
+    assert "it fits" in run(*plan, "--on-missing", "model.norm=ignore").stdout
+    run(*plan, "--on-missing", "lm_head=ignore", status=1)
+    run(*plan, "--on-missing", "lm_head=error", "--on-missing", "ignore")
+    run(*plan, "--on-missing", "model.norm=error", "--on-missing", "ignore", status=1)
+    assert "extra" in run(*plan, "--on-missing", "warn", "--on-unexpected", "error", status=1).stderr
+    shape = changed(tensors, tmp_path / "shape.safetensors", model__norm__weight=torch.ones(3))
+    run("plan", shape, "--model", folder, "--on-mismatch", "norm=warn")
+    assert "did you mean 'warn'" in run(*plan, "--on-missing", "norm=wran", status=1).stderr
 
 
 def test_plan_obeys_a_file_of_rules(folder, tensors, tmp_path):
@@ -272,9 +373,10 @@ def test_plan_obeys_a_file_of_rules(folder, tensors, tmp_path):
     assert "renam" in bad.stderr
 
 
-def test_plan_needs_a_config(tensors, tmp_path):
+def test_plan_needs_a_config_and_says_how_to_name_one(tensors, tmp_path):
     file = changed(tensors, tmp_path / "model.safetensors")
-    assert "config" in run("plan", file, status=1).stderr
+    assert "--model DIR" in run("plan", file, status=1).stderr
+    assert "--model DIR" in run("plan", tmp_path, status=1).stderr
 
 
 # ------------------------------------------------------------------ convert
@@ -541,6 +643,14 @@ def test_doctor_shows_versions_loaders_and_machine():
     output = run("doctor").stdout
     for words in (__version__, torch.__version__, "hf", "ok (weightloaders", "cores", "hub cache", "no problems"):
         assert words in output
+    if sys.platform == "linux":
+        assert re.search(r"^  memory +[\d.]+ [MGT]B available of [\d.]+ [MGT]B$", output, re.MULTILINE)
+
+
+def test_doctor_shows_no_heading_with_nothing_below_it():
+    nothing = dict.fromkeys(["HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "WEIGHTLOADERS_DISABLE"])
+    assert "environment\n" not in run("doctor", env=nothing).stdout
+    assert "environment\n  HF_HUB_OFFLINE" in run("doctor", env={**nothing, "HF_HUB_OFFLINE": "1"}).stdout
 
 
 def test_doctor_never_shows_a_token():
@@ -629,5 +739,6 @@ def test_generate_takes_weights_from_elsewhere(bare, tensors, tmp_path):
     assert other != run("generate", bare, "w5", "-q", "--max-tokens", 4).stdout
     gap = changed(tensors, tmp_path / "gap.safetensors", model__norm__weight=None)
     failed = run("generate", bare, "w5", "--weights", gap, status=1)
-    assert "model.norm.weight" in failed.stderr
+    assert "--on-missing model.norm.weight=warn" in failed.stderr
     assert failed.stdout == ""
+    run("generate", bare, "w5", "--weights", gap, "--on-missing", "model.norm.weight=warn", "-q")

@@ -10,14 +10,17 @@ import json
 import logging
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weightloaders.cli.hints import for_command_line
+from weightloaders.discovery import did_you_mean
 from weightloaders.errors import OptionsError, WeightLoadersError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A folder, a file, a hub id or an address.")]
 LOADER = typer.Option("--loader", "-l", metavar="NAME", help="The loader, by name or as package.module:Class.")
@@ -33,6 +36,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Rules = Annotated[
     str | None,
     typer.Option("--rules", metavar="FILE", help="A YAML file of renames, drops and conversions."),
+]
+_POLICY = "error, warn or ignore; or PATTERN=one of these, which may be repeated."
+OnMissing = Annotated[
+    list[str] | None,
+    typer.Option(metavar="POLICY", help=f"Parameters without a tensor: {_POLICY} Default: error.", show_default=False),
+]
+OnUnexpected = Annotated[
+    list[str] | None,
+    typer.Option(metavar="POLICY", help=f"Tensors without a place: {_POLICY} Default: warn.", show_default=False),
+]
+OnMismatch = Annotated[
+    list[str] | None,
+    typer.Option(metavar="POLICY", help=f"Tensors that don't fit: {_POLICY} Default: error.", show_default=False),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that lies with the model run. Only for models you trust.")
@@ -66,14 +82,15 @@ def with_switches(function: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, quiet: bool, no_progress: bool, debug: bool, **kwargs: Any) -> None:
         settings.quiet = quiet
         settings.progress = False if quiet or no_progress else None
-        with _logging_to_stderr(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO):
+        level = logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO
+        with _logging_to_stderr(level), _modules_here(kwargs):
             try:
                 function(*args, **kwargs)
             except (WeightLoadersError, OSError) as error:
                 # A closed pipe is how `... | head` ends; typer knows.
                 if debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
                     raise
-                remark(f"error: {error}")
+                remark(for_command_line(f"error: {error}"))
                 raise typer.Exit(1) from error
 
     own = inspect.signature(function, eval_str=True)
@@ -102,6 +119,30 @@ def _logging_to_stderr(level: int) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(before)
         logger.propagate = propagated
+
+
+# Arguments that name modules, or files that do.
+_LOADERS = ("loader", "loader_a", "loader_b")
+_FILES = ("config", "rules")
+
+
+@contextlib.contextmanager
+def _modules_here(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Let the working directory's modules be imported where the command names some.
+
+    Only there, and behind all others: it may be a downloaded checkpoint's folder, whose code must not pass for the
+    modules that the program itself imports.
+    """
+    named = any(":" in str(arguments.get(name)) for name in _LOADERS) or any(arguments.get(name) for name in _FILES)
+    here = str(Path.cwd())
+    if not named or here in sys.path:
+        yield
+        return
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
 
 
 class _Stderr:
@@ -139,10 +180,38 @@ def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
     return options
 
 
+def policies(**given: Sequence[str] | None) -> dict[str, Any]:
+    """The policies that were given, as `plan_load` and the like take them, by the names of their arguments.
+
+    Raises:
+        OptionsError: If one is no policy.
+    """
+    return {name: _policy(name, items) for name, items in given.items() if items}
+
+
+def _policy(name: str, items: Sequence[str]) -> str | dict[str, str]:
+    option = "--" + name.replace("_", "-")
+    found: dict[str, str] = {}
+    for item in items:
+        pattern, _, decision = item.rpartition("=")
+        if decision not in _DECISIONS:
+            raise OptionsError(
+                f"{option} can't be {decision!r}{did_you_mean(decision, _DECISIONS)}",
+                hint=f"it is {', '.join(_DECISIONS)}, or PATTERN= and one of these",
+            )
+        found[pattern] = decision
+    # What was said without a pattern is for those that no pattern matches.
+    rest = found.pop("", None)
+    if rest is None:
+        return found
+    return {**found, "**": rest} if found else rest
+
+
+_DECISIONS = ("error", "warn", "ignore")
+
+
 def rules_file(path: str | None) -> Any:
     """Rules as `plan_load` and the like take them, from the path of a file."""
-    from pathlib import Path
-
     return None if path is None else Path(path)
 
 
@@ -162,6 +231,11 @@ def say(text: str) -> None:
 def remark(text: str) -> None:
     """Print a line that is not the result, to standard error."""
     sys.stderr.write(printable(text) + "\n")
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 tensor``, ``2 tensors``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def say_json(value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightloaders.cli.common import Json, loader_options, say, say_json, say_table
+from weightloaders.cli.common import Json, counted, loader_options, say, say_json, say_table
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def compare_sources(
                 [(d.name, d.kind, d.a, d.b, "" if d.max_abs_diff is None else f"{d.max_abs_diff:g}") for d in found],
             )
         what = "names, shapes and dtypes" if headers_only else "names, shapes, dtypes and values"
-        say(f"{same:,} of {tensors:,} tensors have the same {what}")
+        say(f"{same:,} of {counted(tensors, 'tensor')} {'has' if tensors == 1 else 'have'} the same {what}")
     if found:
         raise typer.Exit(1)
 

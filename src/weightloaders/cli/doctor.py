@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from weightloaders import __version__
-from weightloaders.cli.common import say, say_table
+from weightloaders.cli.common import counted, say, say_table
+from weightloaders.report import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,10 +53,12 @@ def examine() -> None:
         ("environment", _environment),
     ):
         findings = _guarded(examined)
+        if not findings:
+            continue
         say(title)
         say_table(["", "", ""], [("  " + what, found, "PROBLEM" if bad else "") for what, found, bad in findings])
         problems += [f"{what}: {found}" for what, found, bad in findings if bad]
-    say(f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "no problems")
+    say(counted(len(problems), "problem") if problems else "no problems")
     if problems:
         raise typer.Exit(1)
 
@@ -112,10 +115,11 @@ def _accelerators() -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "cores", f"{usable} usable of {os.cpu_count()}", False
-    memory = _text_of("/proc/meminfo")
-    for line in memory.splitlines():
-        if line.startswith(("MemTotal", "MemAvailable")):
-            yield line.split(":")[0], line.split(":")[1].strip(), False
+    memory = {key: value.split() for key, _, value in (line.partition(":") for line in _lines_of("/proc/meminfo"))}
+    if "MemTotal" in memory and "MemAvailable" in memory:
+        # The kernel's kB are of 1024 bytes.
+        total, available = (int(memory[key][0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        yield "memory", f"{bytes_text(available)} available of {bytes_text(total)}", False
     pages = _text_of("/sys/kernel/mm/transparent_hugepage/enabled").strip()
     if pages:
         off = "[never]" in pages
@@ -123,7 +127,7 @@ def _machine() -> Iterator[Finding]:
     for what, path in (("working directory", Path.cwd()), ("hub cache", _hub_cache())):
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         usage = shutil.disk_usage(there)
-        yield what, f"{path}: {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f}, {_file_system(there)}", False
+        yield what, f"{path}: {bytes_text(usage.free)} free of {bytes_text(usage.total)}, {_file_system(there)}", False
 
 
 def _hub_cache() -> Path:
@@ -135,11 +139,15 @@ def _hub_cache() -> Path:
 def _file_system(path: Path) -> str:
     """What kind of file system a path is on, as Linux tells; network ones want other ways of reading."""
     best = ("", "unknown file system")
-    for line in _text_of("/proc/mounts").splitlines():
+    for line in _lines_of("/proc/mounts"):
         _, mount, kind, *_ = line.split(" ")
         if path.is_relative_to(mount) and len(mount) > len(best[0]):
             best = (mount, kind)
     return best[1]
+
+
+def _lines_of(path: str) -> list[str]:
+    return _text_of(path).splitlines()
 
 
 def _text_of(path: str) -> str:

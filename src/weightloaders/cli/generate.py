@@ -7,7 +7,20 @@ from typing import Annotated, Any
 
 import typer
 
-from weightloaders.cli.common import LOADER, Option, Rules, loader_options, remark, rules_file, say, settings
+from weightloaders.cli.common import (
+    LOADER,
+    OnMismatch,
+    OnMissing,
+    OnUnexpected,
+    Option,
+    Rules,
+    loader_options,
+    policies,
+    remark,
+    rules_file,
+    say,
+    settings,
+)
 
 # Where there is no config: an answer of some length, the same each time.
 _PARAMS: dict[str, Any] = {"max_tokens": 128, "temperature": 0.0}
@@ -32,6 +45,9 @@ def generate_text(
     loader: Annotated[str | None, LOADER] = None,
     option: Option = None,
     rules: Rules = None,
+    on_missing: OnMissing = None,
+    on_unexpected: OnUnexpected = None,
+    on_mismatch: OnMismatch = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="'auto' (the config's, the default) or a dtype.")
     ] = None,
@@ -55,6 +71,7 @@ def generate_text(
         "weight_loader": loader,
         "weight_loader_kwargs": loader_options(option) or None,
         "rules": rules_file(rules),
+        **policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch),
         "dtype": dtype,
         "device": device,
         "trust_remote_code": trust_remote_code,

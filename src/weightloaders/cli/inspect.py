@@ -13,6 +13,7 @@ from weightloaders.cli.common import (
     Loader,
     Option,
     Source,
+    counted,
     loader_options,
     remark,
     say,
@@ -53,7 +54,7 @@ def inspect_source(
         _say_totals("module", _by_module(infos, depth))
         _say_totals("file", _by_file(infos))
         dtypes = Counter(_dtype(info) for info in infos)
-        said = [f"{number:,} {what}" for what, number in _totals(infos).items()]
+        said = [counted(number, what.removesuffix("s")) for what, number in _totals(infos).items()]
         say(", ".join(said) + ": " + ", ".join(f"{count:,} {dtype}" for dtype, count in dtypes.most_common()))
         if not settings.quiet:
             for file, reason in weights.skipped_files.items():

@@ -11,9 +11,12 @@ import typer
 from weightloaders import __version__
 from weightloaders.cli import compare, convert, doctor, generate, inspect, list, plan  # noqa: A004 -- named as the commands
 from weightloaders.cli.common import with_switches
+from weightloaders.cli.parsing import Command, Group
 
 app = typer.Typer(
     name="weightloaders",
+    cls=Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Any checkpoint, into any PyTorch model: look at it, check it, convert it, run it.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,7 +31,7 @@ for name, function in (
     ("compare", compare.compare_sources),
     ("doctor", doctor.examine),
 ):
-    app.command(name)(with_switches(function))
+    app.command(name, cls=Command)(with_switches(function))
 
 
 def _show_version(wanted: bool) -> None:

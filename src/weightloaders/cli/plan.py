@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,18 +13,34 @@ import typer
 from weightloaders.cli.common import (
     Json,
     Loader,
+    OnMismatch,
+    OnMissing,
+    OnUnexpected,
     Option,
     Rules,
     Source,
     TrustRemoteCode,
+    counted,
     loader_options,
+    policies,
+    remark,
     rules_file,
     say,
     say_table,
 )
+from weightloaders.cli.hints import for_command_line
+from weightloaders.errors import ModelError
+from weightloaders.weights.file_names import natural
 
 if TYPE_CHECKING:
-    from weightloaders.plan import LoadPlan
+    from collections.abc import Iterator
+
+    from weightloaders.plan import LoadPlan, Step
+    from weightloaders.targets import Target
+
+# Files and kinds of renames that are listed; `--json` has them all.
+_SHOWN = 2
+_KINDS = {"CopyStep": "read", "ComputeStep": "computed", "CallStep": "own weight_loader"}
 
 
 def plan_source(
@@ -38,9 +58,16 @@ def plan_source(
     loader: Loader = "auto",
     option: Option = None,
     rules: Rules = None,
+    on_missing: OnMissing = None,
+    on_unexpected: OnUnexpected = None,
+    on_mismatch: OnMismatch = None,
     explain: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show how one parameter is filled.", show_default=False)
     ] = None,
+    depth: Annotated[int, typer.Option(min=1, help="Segments of a name that make a module in the table.")] = 2,
+    full: Annotated[
+        bool, typer.Option("--full", help="A line for each parameter, with its place in the file.")
+    ] = False,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -49,26 +76,89 @@ def plan_source(
     from weightloaders.skeleton import build_skeleton
 
     options = loader_options(option)
+    decided = policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch)
+    if model is None and Path(source).expanduser().is_file():
+        raise ModelError(
+            f"{source} is a file, which says nothing of the model that it is for",
+            file=source,
+            hint="name the folder or hub id with the model's config: --model DIR",
+        )
     skeleton = build_skeleton(
         model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
     )
     with open_weights(source, loader, **options) as weights:
-        plan = plan_load(skeleton.model, weights, rules=rules_file(rules))
+        plan = plan_load(skeleton.model, weights, rules=rules_file(rules), **decided)
         if json:
             say(plan.to_json())
         elif explain is not None:
-            say(plan.explain(explain))
+            say(for_command_line(plan.explain(explain)))
         else:
-            _say_steps(plan)
-            say(str(plan))
+            _say_verdict(plan)
+            say("")
+            if full:
+                _say_steps(plan)
+            else:
+                _say_modules(plan, depth)
     if not plan.ok:
         raise typer.Exit(1)
 
 
-def _say_steps(plan: LoadPlan) -> None:
-    from weightloaders.plan import describe_source, step_infos, step_targets
+def _say_verdict(plan: LoadPlan) -> None:
+    say("it fits" if plan.ok else f"it does not fit: {counted(len(plan.errors), 'error')}")
+    for finding in plan.errors:
+        remark(for_command_line(str(finding)))
+    rest = [finding for finding in plan.findings if finding.severity != "error"]
+    say(for_command_line(str(dataclasses.replace(plan, findings=rest))))
+    if plan.renamed:
+        kinds = Counter(_change(old, new) for old, new in plan.renamed.items())
+        said = [f"{old!r} -> {new!r} ({count:,})" for (old, new), count in kinds.most_common()]
+        say(f"renamed: {len(plan.renamed):,}: {_listed(said, _SHOWN)}")
 
-    kinds = {"CopyStep": "read", "ComputeStep": "computed", "CallStep": "own weight_loader"}
+
+def _listed(items: list[str], most: int) -> str:
+    """Some items as text, the rest as a number."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def _change(old: str, new: str) -> tuple[str, str]:
+    """What differs between two names, without the numbers, so that one rename is one kind in all layers."""
+    a, b = old.split("."), new.split(".")
+    while a and b and a[-1] == b[-1]:
+        a.pop(), b.pop()
+    while a and b and a[0] == b[0]:
+        del a[0], b[0]
+    return re.sub(r"\d+", "*", ".".join(a)), re.sub(r"\d+", "*", ".".join(b))
+
+
+def _filled(plan: LoadPlan) -> Iterator[tuple[Target, Step]]:
+    """What the plan fills, and by which step, as names are counted: layer 2 before layer 10."""
+    from weightloaders.plan import step_targets
+
+    pairs = [(target, step) for step in plan.steps for target in step_targets(step)]
+    yield from sorted(pairs, key=lambda pair: natural(pair[0].name))
+
+
+def _say_modules(plan: LoadPlan, depth: int) -> None:
+    from weightloaders.plan import step_infos
+
+    modules: dict[str, list[tuple[Target, Step]]] = defaultdict(list)
+    for target, step in _filled(plan):
+        modules[".".join(target.name.split(".")[:-1][:depth]) or target.name].append((target, step))
+    rows = []
+    for module, filled in modules.items():
+        infos = [info for _, step in filled for info in step_infos(step)]
+        files = sorted({Path(extent.source.name).name for info in infos for extent in info.extents}, key=natural)
+        how = dict.fromkeys(_KINDS[type(step).__name__] for _, step in filled)
+        nbytes = sum(target.tensor.numel() * target.dtype.itemsize for target, _ in filled)
+        where = _listed(files, _SHOWN) or "(made by the loader)"
+        rows.append((module, f"{len(filled):,}", f"{nbytes:,}", ", ".join(how), where))
+    say_table(["module", "parameters", "bytes", "how", "from"], rows, numbers=["parameters", "bytes"])
+
+
+def _say_steps(plan: LoadPlan) -> None:
+    from weightloaders.plan import describe_source, step_infos
+
     say_table(
         ["parameter", "dtype", "shape", "how", "from"],
         [
@@ -76,11 +166,9 @@ def _say_steps(plan: LoadPlan) -> None:
                 target.name,
                 str(target.dtype).removeprefix("torch."),
                 list(target.shape),
-                kinds[type(step).__name__],
+                _KINDS[type(step).__name__],
                 "; ".join(describe_source(info) for info in step_infos(step)),
             )
-            for step in plan.steps
-            for target in step_targets(step)
+            for target, step in _filled(plan)
         ],
     )
-    say("")
