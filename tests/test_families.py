@@ -347,6 +347,28 @@ def test_an_untied_head_that_is_absent_is_missing(saved: Any) -> None:
     assert plan_of(saved("llama"), tensors).missing == ["lm_head.weight"]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("family", ["llama tied", "t5"])
+def test_declared_ties_are_made_once_the_weights_are_in(family: str, streamed: bool, saved: Any) -> None:
+    model: Any = build_skeleton(str(saved(family))).model
+    source: Any = iter(tensors_of(saved(family)).items()) if streamed else saved(family)
+    load_into(model, source, progress=False)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    expected = build(family).state_dict()
+    assert all(torch.equal(expected[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_a_tie_that_the_config_declares_and_the_model_has_not_does_not_count(saved: Any) -> None:
+    model = build("llama tied")
+    model.lm_head = torch.nn.Linear(16, 40, bias=False)
+    assert plan_load(model, saved("llama tied")).missing == ["lm_head.weight"]
+    with_head = {**tensors_of(saved("llama tied")), "lm_head.weight": torch.ones(40, 16)}
+    load_into(model, with_head, progress=False)
+    assert torch.equal(model.lm_head.weight.data, torch.ones(40, 16))
+    assert torch.equal(model.model.embed_tokens.weight.data, with_head["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_any_one_name_of_a_tie_of_several_will_do(family: str, saved: Any) -> None:
     tensors = tensors_of(saved(family))

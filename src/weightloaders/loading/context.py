@@ -39,6 +39,8 @@ class LoadContext:
         verify: ``"finite"`` or ``"sha256"``.
         dtypes: The dtype of meta parameters where it is to differ from what the model says.
         loader: The loader's name, for the report.
+        ties: Ties that the model declares, and that are made once its weights are in. Default: those of what is on
+            meta now.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -48,6 +50,7 @@ class LoadContext:
     verify: Verify | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     loader: str | None = None
+    ties: Mapping[str, str] | None = None
 
     def changed(self, **changes: Any) -> LoadContext:
         """The same with some fields changed."""
@@ -65,7 +68,7 @@ def current_context(model: nn.Module) -> LoadContext:
     if current is None:
         return _running.get(model) or LoadContext()
     # Another model, or a part of the model: what was said of parameters by their names does not hold there.
-    return current[1] if current[0] is model else current[1].changed(dtypes={})
+    return current[1] if current[0] is model else current[1].changed(dtypes={}, ties=None)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,15 @@ from weightloaders.errors import (
     summary,
 )
 from weightloaders.loading.context import LoadContext, current_context, within
-from weightloaders.loading.preparing import groundwork, mappers_for, report_of, show_progress, targets_of, warn_of
+from weightloaders.loading.preparing import (
+    groundwork,
+    make_ties,
+    mappers_for,
+    report_of,
+    show_progress,
+    targets_of,
+    warn_of,
+)
 from weightloaders.loading.status import marking
 from weightloaders.loading.streaming import load_stream
 from weightloaders.loading.watching import (
@@ -74,10 +82,14 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
     try:
         with _naming(loader, "load_weights", source):
             is_default = getattr(type(loader).load_weights, "is_default", False)
+        context = context.changed(ties=hf.pending_ties(model))
         with within(context, model):
             if is_default:
-                return load_planned(model, weights, borrowed=is_borrowed(loader, source))
-            return load_by_loader(model, loader, weights, context)
+                report = load_planned(model, weights, borrowed=is_borrowed(loader, source))
+            else:
+                report = load_by_loader(model, loader, weights, context)
+        make_ties(model, context, report.loaded)
+        return report
     except (SourceError, LoadError) as error:
         error.plugin = _plugin_of(loader) or error.plugin
         raise
@@ -92,8 +104,11 @@ def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadRepo
         PlanError: If something is missing or does not fit; nothing was touched.
         LoadError: If something failed on the way; the model is marked then.
     """
+    context = context.changed(ties=hf.pending_ties(model))
     with within(context, model):
-        return load_planned(model, weights)
+        report = load_planned(model, weights)
+    make_ties(model, context, report.loaded)
+    return report
 
 
 def get_weights(loader: Any, source: str) -> Any:
@@ -181,12 +196,15 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
         RuleError: If a rule can't be understood.
         ModelError: If the model can't be filled at all.
     """
+    context = context.changed(ties=hf.pending_ties(model))
     targets = targets_of(model, context)
     plan = _plan(model, weights, targets, context)
 
     def runner(plan: LoadPlan, model: nn.Module) -> LoadReport:
         weights.check_open()
-        return _run(plan, model, targets, context)
+        report = _run(plan, model, targets, context)
+        make_ties(model, context, report.loaded)
+        return report
 
     plan.runner = runner
     return plan

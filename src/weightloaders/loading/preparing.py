@@ -43,7 +43,8 @@ def targets_of(model: nn.Module, context: LoadContext, before: Targets | None = 
         context: What was asked for.
         before: The same from before meta parameters were given memory: what was wanted then still is.
     """
-    targets = Targets(model, dtypes=context.dtypes, declared_ties=hf.tied_names(model))
+    ties = hf.pending_ties(model) if context.ties is None else context.ties
+    targets = Targets(model, dtypes=context.dtypes, declared_ties=ties)
     wanted = {name for name, target in before.by_name.items() if not target.persistent} if before is not None else set()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         # It belongs into no checkpoint, but if nobody can compute it, the source is asked all the same.
@@ -97,6 +98,16 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     mappers.append(suggest.SpellingMapper(own))
     decided_by.append("names")
     return mappers, decided_by, position
+
+
+def make_ties(model: nn.Module, context: LoadContext, filled: Iterable[str]) -> None:
+    """Make the ties that the model declares, where one of them was filled and the other was not."""
+    now, given = dict(model.named_parameters(remove_duplicate=False)), set(filled)
+    for name, partners in targets_of(model, context).declared_partners().items():
+        other = next((partner for partner in sorted(partners) if partner in given), None)
+        if name not in given and other is not None:
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, now[other])
 
 
 @contextlib.contextmanager

@@ -102,7 +102,9 @@ def _pairs(entry: Any) -> list[tuple[Any, Any]]:
         return [(entry["old"], entry["new"])] if set(entry) == {"old", "new"} else list(entry.items())
     if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
         return [(entry[0], entry[1])]
-    raise RuleError(f"`rename:` takes old names with new ones, not {brief(entry)}", hint="e.g. `rename: {backbone: model}`")
+    raise RuleError(
+        f"`rename:` takes old names with new ones, not {brief(entry)}", hint="e.g. `rename: {backbone: model}`"
+    )
 
 
 def _text(value: Any, key: str) -> str:

@@ -54,6 +54,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
+def pending_ties(model: nn.Module) -> dict[str, str]:
+    """The declared ties that are still to be made: transformers makes them when a model on meta has its weights.
+
+    Whatever has memory is tied where it shares memory, and nowhere else; a model may have been changed since its config
+    was written.
+    """
+    declared = tied_names(model)
+    on_meta = (
+        {n for n, p in model.named_parameters(remove_duplicate=False) if p.device.type == "meta"} if declared else ()
+    )
+    return {name: other for name, other in declared.items() if name in on_meta and other in on_meta}
+
+
 class ConversionMapper:
     """transformers' conversions for a model.
 
