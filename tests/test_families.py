@@ -211,6 +211,15 @@ def test_experts_beyond_the_models_layers_are_unexpected_not_missing(saved: Any)
     assert sorted(plan.unexpected) == sorted(more)
 
 
+def test_experts_in_a_packing_that_no_conversion_knows_are_unexpected_and_the_plain_ones_missing(saved: Any) -> None:
+    tensors, _ = experts(saved("mixtral"))
+    packed = {re.sub(r"(experts\.\d+\.w\d)\.weight", r"\1.tq_packed", n): t for n, t in tensors.items()}
+    plan = plan_of(saved("mixtral"), packed)
+    assert not plan.ok
+    assert len(plan.missing) == 4
+    assert len(plan.unexpected) == 24
+
+
 def test_a_mixture_under_an_unknown_prefix_is_told_its_rename(saved: Any) -> None:
     tensors = {f"backbone.{n}": t for n, t in tensors_of(saved("mixtral")).items()}
     assert "Rename('backbone', '')" in str(plan_of(saved("mixtral"), tensors).errors[0].hint)

@@ -417,6 +417,47 @@ def test_one_tensor_may_fill_two_parameters() -> None:
     assert model.k_scale.item() == model.v_scale.item() == 3.0
 
 
+def test_one_rule_covers_a_modules_weight_and_its_companions() -> None:
+    """Keys and values are one projection in the file: whatever it has, scales included, goes to both."""
+    model = Model(**{f"attn__{p}__{leaf}": s for p in "kv" for leaf, s in (("weight", (2, 2)), ("weight_scale", ()))})
+    tensors = {"attn.kv.weight": counted(2, 2), "attn.kv.weight_scale": torch.tensor(3.0)}
+    load(model, tensors, Convert("attn.kv.{leaf}", ["attn.k.{leaf}", "attn.v.{leaf}"], lambda t: (t, t)))
+    for part in "kv":
+        assert torch.equal(model.get_parameter(f"attn.{part}.weight").data, counted(2, 2))
+        assert model.get_parameter(f"attn.{part}.weight_scale").item() == 3.0
+
+
+def test_a_fused_tensor_and_its_block_scales_are_taken_apart_each_by_itself() -> None:
+    model = Model(**{f"w{n}__{leaf}": (2, s) for n in (1, 3) for leaf, s in (("weight", 6), ("scale", 3))})
+    tensors = {"gate_up.weight": counted(4, 6), "gate_up.scale": counted(4, 3)}
+    rule = Convert("gate_up.{leaf}", ["w1.{leaf}", "w3.{leaf}"], "split_gate_up")
+    for _ in range(2):
+        load(model, tensors, rule)
+        for leaf, columns in (("weight", 6), ("scale", 3)):
+            joined = torch.cat([model.get_parameter(f"w{n}.{leaf}").data for n in (1, 3)])
+            assert torch.equal(joined, counted(4, columns))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("order", [["up", "gate"], ["gate", "up"]])
+def test_experts_gate_and_up_are_taken_apart_in_the_order_that_is_declared(interleaved: bool, order: list[str]) -> None:
+    def apart(both: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (both[:, 0::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)  # type: ignore[return-value]
+
+    model = Model(gate=(3, 2, 4), up=(3, 2, 4))
+    rows = counted(3, 4, 4)
+    found = plan(model, {"gate_up": rows}, Convert("gate_up", order, apart))
+    assert found.ok
+    assert "computed" not in found.explain("gate")
+    found.run(model)
+    first, second = (getattr(model, name).data for name in order)
+    for expert in range(3):
+        for row in range(2):
+            at = (2 * row, 2 * row + 1) if interleaved else (row, 2 + row)
+            assert torch.equal(first[expert, row], rows[expert, at[0]])
+            assert torch.equal(second[expert, row], rows[expert, at[1]])
+
+
 def test_the_same_mapping_converted_twice_gives_the_same_twice() -> None:
     tensors = {"q": counted(2, 2), "k": counted(2, 2, start=4)}
     rule = Convert(["q", "k"], "qk", lambda q, k: torch.cat([q, k]))
