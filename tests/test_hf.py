@@ -20,9 +20,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from weightloaders import LLM, from_pretrained, open_weights
 from weightloaders.errors import (
     AmbiguousSourceError,
     IncompleteCheckpointError,
+    ModelError,
     OptionsError,
     SourceError,
     SourceNotFoundError,
@@ -233,6 +235,56 @@ def test_a_folder_without_weights_does_not_hide_the_repository_of_that_name(
     assert "org/name is a folder here" in caplog.text
     with pytest.raises(SourceNotFoundError, match="no weights in"):
         HuggingFaceLoader(cache_dir=cache).get_weights("./org/name")
+
+
+def other_things(folder: Path) -> dict[str, str]:
+    """Folders that hold no weights: name -> what is to be said of it."""
+    (folder.parent / "pipe").mkdir()
+    os.mkfifo(folder.parent / "pipe" / "model.safetensors")
+    (folder.parent / "nested" / "model.safetensors").mkdir(parents=True)
+    return {
+        "org/name": "org/name is a folder here; no weights in org/name: .*the folder is empty",
+        "org/pipe": "org/pipe is a folder here; .*model.safetensors: is not a regular file",
+        "org/nested": "org/nested is a folder here; .*model.safetensors: is a folder, not a file",
+    }
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("refusal", [(404, "RepoNotFound"), (500, ""), None])
+def test_a_folder_without_weights_is_spoken_of_before_the_hub_that_has_none_either(
+    folder: Path, hub: Hub, cache: Path, refusal: tuple[int, str] | None
+) -> None:
+    hub.refuses = refusal
+    for name, said in other_things(folder).items():
+        for open_it in (
+            lambda name: HuggingFaceLoader(cache_dir=cache, local_files_only=refusal is None).get_weights(name),
+            lambda name: open_weights(name, "auto", cache_dir=cache, local_files_only=refusal is None),
+        ):
+            with pytest.raises(SourceNotFoundError, match=f"{said}; as a repository on the hub: ") as caught:
+                open_it(name)
+            assert "there is no file or folder" not in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_neither_file_nor_folder_is_spoken_of_before_the_hub(folder: Path, hub: Hub, cache: Path) -> None:
+    hub.refuses = (404, "RepoNotFound")
+    os.mkfifo("pipe")
+    Path("link").symlink_to("nowhere")
+    for name, said in {"pipe": "is not a regular file", "link": "is a link that leads nowhere"}.items():
+        with pytest.raises(SourceNotFoundError, match=f"^{name} {said}; as a repository on the hub: there is no"):
+            HuggingFaceLoader(cache_dir=cache).get_weights(name)
+
+
+def test_a_path_object_is_a_place_on_disk_for_everybody(folder: Path, hub: Hub) -> None:
+    with pytest.raises(SourceNotFoundError, match="no loader recognises what is in it"):
+        open_weights(Path("org/name"))
+    for make in (
+        lambda: from_pretrained(Path("org/name"), loader="hf"),
+        lambda: LLM(Path("org/name"), weight_loader="hf"),
+    ):
+        with pytest.raises(ModelError, match=r"there is no config\.json in org/name\n"):
+            make()
+    assert not hub.asked
 
 
 def test_a_path_object_is_never_a_repository(folder: Path, hub: Hub) -> None:
@@ -685,6 +737,19 @@ def test_small_files_are_found_on_disk_on_the_hub_and_in_the_cache(folder: Path,
     assert resolve_folder("org/name", wanted, access) == Path("org/name")
     with pytest.raises(SourceNotFoundError, match=r"there is no config\.json or tokenizer\* in"):
         resolve_folder(folder.parent, wanted, access)
+
+
+def test_a_needed_file_decides_whether_a_folder_will_do(folder: Path, hub: Hub, cache: Path) -> None:
+    access = HubAccess(cache_dir=cache)
+    (folder / "notes.txt").touch()
+    assert resolve_folder("org/name", access=access) == Path("org/name")
+    fetched = resolve_folder("org/name", access=access, needed="config.json")
+    assert (fetched / "config.json").is_file()
+    assert fetched.is_relative_to(cache)
+    with pytest.raises(SourceNotFoundError, match=r"a folder here; there is no x\.json in org/name; as a repository"):
+        resolve_folder("org/name", access=access, needed="x.json")
+    with pytest.raises(SourceNotFoundError, match=r"notes\.txt is a file, where a folder is wanted"):
+        resolve_folder("./org/name/notes.txt", access=access)
 
 
 def test_what_is_wanted_decides_between_a_folder_and_a_repository(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -33,10 +34,14 @@ from weightloaders import LLM, BaseWeightLoader, SamplingParams
 from weightloaders.errors import (
     ConfigError,
     HalfLoadedModelError,
+    LoaderContractError,
     LoadError,
     ModelError,
+    OptionsError,
     PlanError,
+    RuleError,
     SourceNotFoundError,
+    UnknownLoaderError,
     WeightLoadersError,
 )
 from weightloaders.llm.engines.sequences import Sequence
@@ -193,6 +198,84 @@ def test_a_mistyped_argument_is_named_before_anything_is_loaded(folder):
         LLM(model=folder, engine="transformer")
     with pytest.raises(WeightLoadersError, match="float31"):
         LLM(model=folder, dtype="float31")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"weight_loader": "locl"}, UnknownLoaderError, "did you mean 'local'"),
+        ({"weight_loader": "hf", "weight_loader_kwargs": {"revison": "x"}}, OptionsError, "did you mean 'revision'"),
+        ({"weight_loader_kwargs": ["x"]}, ConfigError, "weight_loader_kwargs is a mapping"),
+        ({"weights": 5}, LoaderContractError, "not int"),
+        ({"dtype": "bfloat17"}, ConfigError, "not 'bfloat17'; did you mean 'bfloat16'"),
+        ({"dtype": "int8"}, ConfigError, "a floating-point dtype"),
+        ({"device": "cudda"}, ConfigError, "device='cudda' can't be used"),
+        ({"engine": "vlm"}, ConfigError, "'vlm' is unknown"),
+        ({"on_missing": "eror"}, RuleError, "on_missing can't be 'eror'"),
+        ({"rules": {"renam": {}}}, RuleError, "'renam'"),
+        ({"verify": "md5"}, ConfigError, "verify='md5'"),
+        ({"auto_class": "AutoModelForCausalML"}, ConfigError, "did you mean 'AutoModelForCausalLM'"),
+        ({"tokenizer": 5}, ConfigError, "tokenizer is a folder or hub id, not 5"),
+        ({"model": None}, ConfigError, "model is a folder or hub id, not None"),
+        ({"model": 5}, ConfigError, "model is a folder or hub id, not 5"),
+    ],
+    ids=str,
+)
+def test_what_can_be_told_without_looking_is_told_before_anything_is_looked_for(arguments, kind, said, tmp_path):
+    with pytest.raises(kind, match=re.escape(said)):
+        LLM(**{"model": "org/absent", **arguments})
+    if arguments.keys() <= {"weight_loader", "dtype", "device", "engine"}:
+        (tmp_path / "llm.json").write_text(json.dumps({"model": "org/absent", **arguments}))
+        with pytest.raises(kind, match=re.escape(said)):
+            LLM.from_config(tmp_path / "llm.json")
+
+
+def test_a_model_without_config_is_told_before_its_tokenizer_is_looked_for(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bare").mkdir()
+    shutil.copy(folder / "model.safetensors", "bare")
+    with pytest.raises(ModelError, match=r"bare is a folder here; there is no config\.json in bare; as a repository"):
+        LLM("bare")
+    with pytest.raises(ModelError, match=r"model\.safetensors is a file, where a folder is wanted"):
+        LLM(folder / "model.safetensors")
+    shutil.copy(folder / "config.json", "bare")
+    assert LLM("bare", progress=False).tokenizer is None
+
+
+def test_too_long_a_max_model_len_is_told_before_the_weights_are_read(folder, tmp_path):
+    broken = shutil.copytree(folder, tmp_path / "broken", ignore=shutil.ignore_patterns("*.safetensors"))
+    (broken / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="positions for 64 tokens"):
+        LLM(model=broken, max_model_len=65, progress=False)
+
+
+@pytest.fixture
+def cache(folder, tmp_path, monkeypatch) -> dict[str, str]:
+    """A cache with the model without its weights, and the weights in a repository of their own; their commits."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    commits = {"model": "a" * 40, "weights": "b" * 40}
+    for name, commit in commits.items():
+        ignored = shutil.ignore_patterns("*.safetensors") if name == "model" else shutil.ignore_patterns("*.json")
+        repository = tmp_path / f"models--org--{name}"
+        shutil.copytree(folder, repository / "snapshots" / commit, ignore=ignored)
+        (repository / "refs").mkdir()
+        (repository / "refs" / f"of-{name}").write_text(commit)
+    return commits
+
+
+def test_each_repository_is_asked_for_its_own_revision_alone(cache, llm):
+    arguments = {"weights": "org/weights", "weight_loader": "hf", "progress": False}
+    for revision, of_weights in [("of-model", "of-weights"), (cache["model"], cache["weights"])]:
+        elsewhere = LLM("org/model", revision=revision, weight_loader_kwargs={"revision": of_weights}, **arguments)
+        assert tokens(elsewhere.generate(PROMPTS, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
+        assert elsewhere.tokenizer.eos_token == "<eos>"
+    # Neither of them has a `main` in this cache.
+    with pytest.raises(ModelError, match="no snapshot of org/model at 'main'"):
+        LLM("org/model", weight_loader_kwargs={"revision": "of-weights"}, **arguments)
+    with pytest.raises(SourceNotFoundError, match="no snapshot of org/weights at 'main'"):
+        LLM("org/model", revision="of-model", **arguments)
 
 
 def test_a_checkpoint_with_a_gap_makes_no_llm(folder, tmp_path):

@@ -73,7 +73,7 @@ def _device(device: torch.device | str) -> torch.device:
             kind = torch.accelerator.current_accelerator()
             devices += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
         raise ConfigError(
-            f"device={str(device)!r} can't be used: {summary(error).splitlines()[0]}",
+            f"device={str(device)!r} can't be used: {summary(error).splitlines()[0].partition('. ')[0]}",
             hint=f"this machine has {', '.join(devices)}",
         ) from error
     return where

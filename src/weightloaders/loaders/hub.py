@@ -169,7 +169,7 @@ class Repository:
         try:
             look(here)
         except SourceError as error:
-            return type(error)(f"{self.name} is a folder here, but {error.message}", file=error.file, hint=error.hint)
+            return type(error)(f"{self.name} is a folder here; {error.message}", file=error.file, hint=error.hint)
         return None
 
     def _obtain(

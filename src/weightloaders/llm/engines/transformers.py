@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from weightloaders import api, loading
-from weightloaders.errors import ConfigError, ModelError
+from weightloaders.errors import ConfigError, ModelError, WeightLoadersError, summary
 from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
 from weightloaders.prepare import load_context, prepare
@@ -248,7 +248,8 @@ def _tokenizer(source: str, hub: Mapping[str, Any], trust_remote_code: bool) -> 
         return AutoTokenizer.from_pretrained(model_files(source, hub), trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(
-            f"the tokenizer in {source} can't be read: {error}",
+            f"the tokenizer in {source} can't be read: "
+            f"{error.message if isinstance(error, WeightLoadersError) else summary(error)}",
             file=source,
             hint="name another: LLM(..., tokenizer='folder or hub id')",
         ) from error
