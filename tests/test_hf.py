@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from weightloaders import LLM, from_pretrained, open_weights
+from weightloaders import LLM, from_pretrained, load_into, open_weights
 from weightloaders.errors import (
     AmbiguousSourceError,
     IncompleteCheckpointError,
@@ -224,6 +224,15 @@ def test_the_folder_of_a_bare_name_is_used_if_it_has_weights_and_that_is_said(
     assert "hf://org/name" in weights.notes[0]
     assert "org/name is a folder here" in caplog.text
     assert values(HuggingFaceLoader(cache_dir=cache).get_weights("hf://org/name")) == {"a": 1, "b": 2}
+
+
+def test_how_a_name_was_read_is_a_note_of_the_report_and_no_warning(folder: Path, hub: Hub) -> None:
+    (folder / "model.safetensors").write_bytes(save({"weight": torch.ones(2, 2)}))
+    report = load_into(torch.nn.Linear(2, 2, bias=False), "org/name", loader="hf", progress=False)
+    assert report.warnings == []
+    assert report.notes == ["org/name is a folder here, and was used; hf://org/name means the repository on the hub"]
+    assert any(line.split(maxsplit=1) == ["note", report.notes[0]] for line in str(report).splitlines())
+    assert json.loads(report.to_json())["notes"] == report.notes
 
 
 def test_a_folder_without_weights_does_not_hide_the_repository_of_that_name(

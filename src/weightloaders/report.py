@@ -34,7 +34,8 @@ class LoadReport:
         renamed: Source name -> the model's name, where they differ.
         dropped: Tensors left out by a rule.
         replaced: Parameters that are new objects in the model (where identity could not be kept).
-        warnings: Sentences worth reading.
+        warnings: What is probably not as it should be.
+        notes: How the source was read, where it could have been read otherwise.
         decided_by: What decided about names and layouts.
         loader: Name of the loader, where there was one.
         sources: Parameter -> where its bytes came from and by which rules, as text.
@@ -55,6 +56,7 @@ class LoadReport:
     dropped: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     decided_by: list[str] = field(default_factory=list)
     loader: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
@@ -87,6 +89,7 @@ class LoadReport:
         if self.decided_by:
             rows.append(("decided by", ", ".join(self.decided_by)))
         rows.extend(("warning", warning) for warning in self.warnings)
+        rows.extend(("note", note) for note in self.notes)
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 

@@ -153,7 +153,6 @@ def report_of(
     overflown = [f"{name}: the cast to its dtype made new infinities" for name in moved.infinities]
     for warning in overflown:
         logger.warning("%s", warning)
-    notes = [f.message for f in plan.findings if f.severity == "warning" or f.kind == "note"]
     return LoadReport(
         loaded=plan.loaded,
         missing=list(plan.missing),
@@ -166,7 +165,8 @@ def report_of(
         renamed=dict(plan.renamed),
         dropped=list(plan.dropped),
         replaced=prepared.replaced,
-        warnings=[*notes, *overflown],
+        warnings=[*(f.message for f in plan.findings if f.severity == "warning"), *overflown],
+        notes=[f.message for f in plan.findings if f.kind == "note"],
         decided_by=list(plan.decided_by),
         loader=context.loader,
         sources=sources_of(plan),
