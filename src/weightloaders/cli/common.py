@@ -164,7 +164,7 @@ def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
     Raises:
         OptionsError: If an argument has another form, or a name is given twice.
     """
-    import yaml
+    from weightloaders.weights.texts import parse_yaml
 
     options: dict[str, Any] = {}
     for item in given or ():
@@ -174,8 +174,8 @@ def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
         if name in options:
             raise OptionsError(f"--option {name} is given twice")
         try:
-            options[name] = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:
+            options[name] = parse_yaml(text)
+        except ValueError as error:
             raise OptionsError(f"the value of --option {name} is no valid YAML: {error}") from error
     return options
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import secrets
 import shutil
 from enum import StrEnum
 from functools import partial
@@ -17,7 +15,8 @@ from weightloaders.cli.common import Loader, Option, Source, loader_options, rem
 from weightloaders.errors import SaveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 # What makes a folder of weights a model: config, tokenizer, chat template, code. An index belongs to the old weights.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py")
 _NOT_COPIED = ("meta.txt", "trainer_state.json")
+_MAX_CONFIG_BYTES = 1 << 24
 
 
 class Format(StrEnum):
@@ -56,26 +56,30 @@ def convert_source(
     """
     from weightloaders.api import open_weights, parse_size
     from weightloaders.progress import Progress
-    from weightloaders.weights.raw import dtype_option, write_raw
-    from weightloaders.weights.safetensors import write_safetensors, write_sharded
+    from weightloaders.weights.atomic import made_folder
+    from weightloaders.weights.raw import RawFolder, dtype_option
+    from weightloaders.weights.safetensors import SafetensorsFolder, write_safetensors
 
     target = Path(destination).expanduser()
     wanted = None if dtype is None else dtype_option(dtype, "--dtype", real=True)
     shard_bytes = parse_size(max_shard_size)
     _check_free(target)
+    companions = _companions(Path(source).expanduser(), wanted)
     with open_weights(source, loader, **loader_options(option)) as opened, Progress(settings.progress) as progress:
         weights = _cast(opened, wanted)
         read = _counted(weights, progress)
         if to is Format.SAFETENSORS and target.suffix == ".safetensors":
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_safetensors(target, weights.infos(), read, {"format": "pt"})
+            with made_folder(target.parent):
+                write_safetensors(target, weights.infos(), read, {"format": "pt"})
         else:
+            draft = (
+                SafetensorsFolder(target, weights.infos(), max_shard_size=shard_bytes)
+                if to is Format.SAFETENSORS
+                else RawFolder(target, weights.infos())
+            )
             with _appearing(target) as stage:
-                if to is Format.SAFETENSORS:
-                    write_sharded(stage, weights.infos(), read, max_shard_size=shard_bytes)
-                else:
-                    write_raw(stage, weights.infos(), read)
-                _copy_companions(Path(source).expanduser(), stage, wanted)
+                draft.write(stage, read)
+                _copy(companions, stage, target)
     if not settings.quiet:
         remark(f"{len(weights):,} tensors, {weights.nbytes:,} bytes, in {target}")
 
@@ -125,47 +129,59 @@ def _counted(weights: Weights, progress: Progress) -> Callable[[str], torch.Tens
 
 
 def _check_free(target: Path) -> None:
-    if target.is_dir():
-        if any(target.iterdir()):
-            raise SaveError(
-                f"{target} is a folder with something in it", file=target, hint="name a new or an empty folder"
-            )
-    elif target.exists() or target.is_symlink():
-        raise SaveError(f"{target} exists already", file=target, hint="name another, or remove it first")
+    from weightloaders.weights.atomic import saving
+
+    with saving(target):
+        if target.is_dir() and not target.is_symlink():
+            if any(target.iterdir()):
+                raise SaveError(
+                    f"{target} is a folder with something in it", file=target, hint="name a new or an empty folder"
+                )
+        elif target.exists() or target.is_symlink():
+            raise SaveError(f"{target} exists already", file=target, hint="name another, or remove it first")
 
 
-@contextlib.contextmanager
-def _appearing(target: Path) -> Iterator[Path]:
-    """A folder to write into that takes the place of ``target`` when the block ends well; otherwise it is gone."""
-    target = Path(target.absolute())
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stage = target.with_name(f".{target.name}.converting-{secrets.token_hex(4)}")
-    stage.mkdir()
-    try:
-        yield stage
-        if target.is_dir():
-            target.rmdir()
-        stage.rename(target)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
+def _appearing(target: Path) -> AbstractContextManager[Path]:
+    """A folder to write into; what is in it appears at ``target`` when the block ends well, else nothing does."""
+    from weightloaders.weights.atomic import new_folder, replaced_files
+
+    # An empty folder stays what it is: it may be one that can't be exchanged, such as a volume's.
+    return replaced_files(target, lambda _: False) if target.is_dir() else new_folder(target)
 
 
-def _copy_companions(source: Path, stage: Path, dtype: torch.dtype | None) -> None:
-    if not source.is_dir():
-        return
-    for file in sorted(source.iterdir()):
+def _companions(source: Path, dtype: torch.dtype | None) -> dict[str, Path | str]:
+    """What comes along, by name: files to copy, or the text of one that changes. Read before anything is written."""
+    from weightloaders.weights.texts import read_text
+
+    found: dict[str, Path | str] = {}
+    for file in sorted(source.iterdir()) if source.is_dir() else ():
         name = file.name.lower()
         if not name.endswith(_COPIED) or name in _NOT_COPIED or ".index." in name or not file.is_file():
             continue
-        if (stage / file.name).exists():
-            continue
+        found[file.name] = file
         if name == "config.json" and dtype is not None:
-            config = json.loads(file.read_text(encoding="utf-8"))
-            said = json.dumps(_with_dtype(config, str(dtype).removeprefix("torch.")), indent=2)
-            (stage / file.name).write_text(said + "\n", encoding="utf-8")
-        else:
-            shutil.copyfile(file, stage / file.name)
+            text = read_text(file, _MAX_CONFIG_BYTES)
+            try:
+                config = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise SaveError(f"can't change the dtype in {file}: it is no JSON: {error}", file=file) from error
+            changed = _with_dtype(config, str(dtype).removeprefix("torch."))
+            found[file.name] = json.dumps(changed, indent=2) + "\n"
+    return found
+
+
+def _copy(companions: dict[str, Path | str], stage: Path, target: Path) -> None:
+    from weightloaders.weights.atomic import saving
+
+    for name, content in companions.items():
+        # What was written of the weights counts rather.
+        if (stage / name).exists():
+            continue
+        with saving(target / name):
+            if isinstance(content, Path):
+                shutil.copyfile(content, stage / name)
+            else:
+                (stage / name).write_text(content, encoding="utf-8")
 
 
 def _with_dtype(config: Any, dtype: str) -> Any:

@@ -9,6 +9,7 @@ import re
 _POLICY = re.compile(r"\bon_(missing|unexpected|mismatch)=(?:\{('[^']*'): '(\w+)'\}|'(\w+)')")
 _RENAME = re.compile(r"\brules=\[Rename\(('[^']*'), ('[^']*')\)\]")
 _DROP = re.compile(r"\brules=\[Drop\(('[^']*')\)\]")
+_CONVERT = re.compile(r"\brules=\[Convert\(('[^']*'), ('[^']*'), ('\w+')((?:, \w+=(?:\d+|\[[\d, ]*\]))*)\)\]")
 # Options of loaders that are advised by name.
 _OPTION = re.compile(
     r"\b(file_pattern|ignore_index|include_unindexed|key|max_header_bytes|meta_file|variant)=('[^']*'|\w+)"
@@ -24,6 +25,7 @@ def for_command_line(text: str) -> str:
     text = _POLICY.sub(_policy, text)
     text = _RENAME.sub(lambda m: f"--rules FILE, with this in the file: rename: {{{_yaml(m[1])}: {_yaml(m[2])}}}", text)
     text = _DROP.sub(lambda m: f"--rules FILE, with this in the file: drop: [{_yaml(m[1])}]", text)
+    text = _CONVERT.sub(_conversion, text)
     text = _OPTION.sub(lambda m: f"--option {m[1]}={m[2].lower() if m[2] == 'True' else m[2]}", text)
     for said, option in _PLAIN.items():
         text = text.replace(said, option)
@@ -33,6 +35,12 @@ def for_command_line(text: str) -> str:
 def _policy(match: re.Match[str]) -> str:
     option, name, decision, for_all = match.groups()
     return f"--on-{option} {for_all}" if for_all else f"--on-{option} {ast.literal_eval(name)}={decision}"
+
+
+def _conversion(match: re.Match[str]) -> str:
+    source, target, function, sizes = match.groups()
+    fields = f"sources: {_yaml(source)}, targets: {_yaml(target)}, function: {ast.literal_eval(function)}"
+    return f"--rules FILE, with this in the file: convert: [{{{fields}{sizes.replace('=', ': ')}}}]"
 
 
 def _yaml(quoted: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 from io import TextIOWrapper
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +14,9 @@ from weightloaders import __version__
 from weightloaders.cli import compare, convert, doctor, generate, inspect, list, plan  # noqa: A004 -- named as the commands
 from weightloaders.cli.common import with_switches
 from weightloaders.cli.parsing import Command, Group
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 app = typer.Typer(
     name="weightloaders",
@@ -55,4 +60,29 @@ def main() -> None:
         # A name that the terminal's encoding lacks shall not end the program.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    with _ending_cleanly():
+        app()
+
+
+@contextlib.contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Have the program, when it is told to end, undo what it has begun, as it does after Ctrl-C."""
+    told: list[int] = []
+
+    def end(number: int, _: object) -> None:
+        # Once is enough: another shall not disturb the undoing.
+        if not told:
+            told.append(number)
+            raise KeyboardInterrupt
+
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # What was started to outlive its terminal (nohup) ignores one of them, and is to go on doing so.
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        if told:
+            raise SystemExit(128 + told[0]) from None
+        raise
