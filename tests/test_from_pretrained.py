@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from weightloaders import BaseWeightLoader, from_pretrained, load_into, load_status, open_weights, save_weights
-from weightloaders.errors import LoadError, PlanError
+from weightloaders import LLM, BaseWeightLoader, from_pretrained, load_into, load_status, open_weights, save_weights
+from weightloaders.errors import ConfigError, LoadError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,14 @@ def mixtral() -> Any:
     return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=3, num_experts_per_tok=2))
 
 
+def t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=40, decoder_start_token_id=0)
+    )
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: llama(tie_word_embeddings=False),
     "llama, tied": lambda: llama(tie_word_embeddings=True),
@@ -79,6 +88,12 @@ def described(tensors: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert list(ours) == list(theirs)
+    assert {name for name in theirs if not torch.equal(ours[name], theirs[name])} == set()
+
+
 def assert_equal(model: Any, expected: Any) -> None:
     assert type(model) is type(expected)
     assert described(model.named_parameters(remove_duplicate=False)) == described(
@@ -87,9 +102,7 @@ def assert_equal(model: Any, expected: Any) -> None:
     assert described(model.named_buffers(remove_duplicate=False)) == described(
         expected.named_buffers(remove_duplicate=False)
     )
-    ours, theirs = model.state_dict(), expected.state_dict()
-    assert list(ours) == list(theirs)
-    assert {name for name in theirs if not torch.equal(ours[name], theirs[name])} == set()
+    assert_same_values(model, expected)
     buffers = dict(expected.named_buffers())
     assert {name for name, buffer in model.named_buffers() if not torch.equal(buffer, buffers[name])} == set()
     assert ties(model) == ties(expected)
@@ -112,7 +125,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("model")
             torch.manual_seed(len(made))
-            model = MODELS[name]()
+            model = {**MODELS, "t5": t5}[name]()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.normal_(std=0.3)
@@ -263,19 +276,69 @@ def test_ties_by_config_follow_what_the_file_holds(
 
 
 def test_modules_that_must_stay_float32_stay_so(tmp_path: Path) -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
+    from transformers import T5ForConditionalGeneration
 
-    config = T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=40, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    t5().save_pretrained(tmp_path)
     model, report = from_pretrained(tmp_path, dtype="float16", progress=False)
     expected = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16)
     assert {parameter.dtype for parameter in expected.parameters()} == {torch.float16, torch.float32}
     assert described(model.named_parameters()) == described(expected.named_parameters())
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.state_dict().values(), expected.state_dict().values(), strict=True)
-    )
+    assert_same_values(model, expected)
     assert ties(model) == ties(expected)
     assert "encoder.block.0.layer.1.DenseReluDense.wo.weight" not in report.cast
+
+
+@pytest.mark.parametrize("name", [*MODELS, "t5"])
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_a_transformers_that_builds_in_another_way_is_warned_of_and_the_model_still_equals(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    name: str, dtype: str,
+) -> None:  # fmt: skip
+    import transformers
+
+    folder = folders(name)
+    auto_class = transformers.T5ForConditionalGeneration if name == "t5" else transformers.AutoModelForCausalLM
+    expected = auto_class.from_pretrained(folder, dtype=dtype)
+    monkeypatch.delattr(transformers.PreTrainedModel, "get_init_context")
+    model, report = from_pretrained(folder, dtype=dtype, progress=False)
+    if name == "t5":
+        assert described(model.named_parameters()) == described(expected.named_parameters())
+        assert_same_values(model, expected)
+    else:
+        assert_equal(model, expected)
+    assert report.missing == []
+    (warning,) = [r for r in caplog.records if r.name == "weightloaders.skeleton"]
+    assert warning.levelname == "WARNING"
+    assert f"transformers {transformers.__version__} builds models in another way" in warning.getMessage()
+
+
+# ------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "cuda:4096", 4096, "cudda", "cuda:-1"])
+def test_a_device_that_is_not_here_is_refused_before_anything_is_touched(
+    folders: Callable[[str], Path], device: Any
+) -> None:
+    if not isinstance(device, int) and device == getattr(torch.accelerator.current_accelerator(), "type", None):
+        pytest.skip("it is here")
+    said = f"device='{device}' can't be used"
+    model = nn.Linear(1, 1, bias=False)
+    for load in (
+        lambda: from_pretrained(folders("llama"), device=device),
+        lambda: load_into(model, {"weight": torch.ones(1, 1)}, device=device),
+        lambda: LLM(folders("llama"), device=device),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+            load()
+        assert "this machine has cpu" in str(caught.value.hint)
+        assert "\n" not in caught.value.message
+        assert len(caught.value.message) < 300
+    assert load_status(model) is None
+
+
+def test_where_no_accelerator_is_asked_for_none_is_initialised() -> None:
+    load_into(nn.Linear(1, 1, bias=False), {"weight": torch.ones(1, 1)}, device="cpu", progress=False)
+    assert not torch.cuda.is_initialized()
 
 
 # ------------------------------------------------------------------ saving
