@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.errors import SourceReadError, WeightLoadersError, summary
 from weightloaders.weights.reading import read_tensor, same_values
 
 if TYPE_CHECKING:
@@ -21,24 +22,33 @@ def agree(a: TensorInfo, b: TensorInfo, dtype: torch.dtype) -> bool:
         dtype: The parameter's dtype.
 
     Raises:
-        SourceError: If one of them can't be read.
+        WeightLoadersError: If one of them can't be read.
     """
     if a.shape != b.shape:
         return False
     if a.is_raw and b.is_raw and a.dtype == b.dtype:
         return same_values(a, b)
-    return same_bits(read_tensor(a).to(dtype), read_tensor(b).to(dtype))
+    return same_bits(values_of(a).to(dtype), values_of(b).to(dtype))
+
+
+def values_of(info: TensorInfo) -> torch.Tensor:
+    """A tensor, read.
+
+    Raises:
+        WeightLoadersError: If it can't be read, in whatever way its reader says so.
+    """
+    try:
+        return read_tensor(info).detach()
+    except WeightLoadersError:
+        raise
+    except Exception as error:
+        raise SourceReadError(f"{info.name!r} can't be read: {summary(error)}", tensor=info.name) from error
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have the same bits, wherever they lie.
-
-    Tensors on meta have no values, and so none that differ.
-    """
-    if "meta" in (a.device.type, b.device.type):
-        return True
+    """Whether two tensors of one dtype and shape have the same bits, wherever they lie."""
     return torch.equal(_bytes(a), _bytes(b))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)

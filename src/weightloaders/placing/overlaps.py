@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightloaders.placing.comparing import same_bits
+from weightloaders.placing.comparing import same_bits, values_of
 from weightloaders.targets import Span, Target, memory_span
-from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -72,16 +71,14 @@ def contradiction(cluster: Sequence[tuple[Target, TensorInfo]]) -> tuple[Target,
     """
     spans = [span for target, _ in cluster if (span := memory_span(target.tensor)) is not None]
     first = min(span.start for span in spans)
-    memory = torch.zeros(max(span.end for span in spans) - first, dtype=torch.uint8)
+    memory = torch.zeros(max(span.end for span in spans) - first, dtype=torch.uint8, device="cpu")
     views = []
     for (target, info), span in zip(cluster, spans, strict=True):
         start, dtype = span.start - first, target.tensor.dtype
         typed = memory[start : span.end - first].view(dtype)
         views.append((target, info, typed.as_strided(target.shape, target.tensor.stride())))
     for _, info, view in views:
-        values = read_tensor(info).detach()
-        if values.device.type != "meta":
-            view.copy_(values)
+        view.copy_(values_of(info))
     return next(
-        ((target, info) for target, info, view in views if not same_bits(view, read_tensor(info).to(view.dtype))), None
+        ((target, info) for target, info, view in views if not same_bits(view, values_of(info).to(view.dtype))), None
     )

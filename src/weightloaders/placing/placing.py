@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import SourceError, WeightLoadersError
+from weightloaders.errors import WeightLoadersError
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.symbolic import SymbolicTensor
 from weightloaders.placing.accounting import settle
@@ -129,22 +129,22 @@ class Placing:
         other, other_name = self.filled[canonical]
         try:
             equal = other is not None and agree(info, other, target.dtype)
-        except SourceError as error:
+        except WeightLoadersError as error:
             self.plan.findings.append(Finding("conflict", "error", error.message, (info.name,), error.file, error.hint))
             return
         if not equal:
-            self._conflict(target, info, other_name)
+            self._conflict(target, info, other_name, "" if other is None else ", with different values")
             return
         self.plan.ignored.append(info.name)
         if target.name != self.fillers[canonical]:
             self.plan.tied[target.name] = self.fillers[canonical]
 
-    def _conflict(self, target: Target, info: TensorInfo, other: str) -> None:
+    def _conflict(self, target: Target, info: TensorInfo, other: str, how: str = "") -> None:
         tied = self.targets.tied_to(target.name)
         self.plan.findings.append(
             Finding(
                 "conflict", "error",
-                f"both {other!r} and {info.name!r} would fill {target.name!r}, and their values are not the same"
+                f"both {other!r} and {info.name!r} would fill {target.name!r}{how}"
                 + (f" (the model ties it to {', '.join(tied)})" if tied else ""),
                 (info.name, other), file_of(info),
                 f"leave one out, e.g. with rules=[Drop({info.name!r})]"
@@ -213,7 +213,8 @@ class Placing:
             else:
                 self._incomplete(known, str(problem), members, about)
         except WeightLoadersError as error:
-            self.plan.findings.append(Finding("rule", "error", error.message, about, file_of(members[0]), error.hint))
+            message = f"{known[0]}: {error.message}"
+            self.plan.findings.append(Finding("rule", "error", message, about, file_of(members[0]), error.hint))
             self.spoilt.update(self.targets.canonical[name] for name in known)
         else:
             self.plan.steps.extend(self._steps_of(state, outcome))
