@@ -189,7 +189,7 @@ def test_an_expert_that_is_absent_or_of_another_shape_is_named(saved: Any) -> No
     assert "can't be applied to tensors of shapes" in plan.errors[0].message
     all_odd = {n: torch.zeros(t.shape[0], 17) if ".w1." in n or ".w3." in n else t for n, t in tensors.items()}
     plan = plan_of(saved("mixtral"), all_odd)
-    assert plan.errors[0].message.endswith("the model wants [4, 48, 16]")
+    assert "the model wants [4, 48, 16]" in plan.errors[0].message
 
 
 def test_experts_stored_as_one_tensor_make_the_same_model(saved: Any) -> None:

@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from weightloaders.errors import PlanError, RuleError, UnknownTensorError
@@ -27,6 +27,8 @@ PolicyOption = Policy | dict[str | re.Pattern[str], Policy] | dict[str, Policy]
 _SEVERITIES: dict[str, Severity] = {"error": "error", "warn": "warning", "ignore": "info"}
 # A finding names this many tensors; the plan's lists have them all.
 _SHOWN = 6
+# The number of a layer within a name.
+_NUMBER = re.compile(r"(?<![\w-])\d+(?=\.[A-Za-z_])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,23 @@ def listed(names: Sequence[str]) -> str:
     """Some names as text, the rest as a number."""
     shown = ", ".join(names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def merged(findings: Sequence[Finding]) -> list[Finding]:
+    """The same findings, but of those that differ only in the numbers of layers the first, about all their tensors."""
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        said = (_NUMBER.sub("*", text or "") for text in (finding.message, finding.hint))
+        alike.setdefault((finding.kind, finding.severity, *said), []).append(finding)
+    return [same[0] if len(same) == 1 else _merged(same) for same in alike.values()]
+
+
+def _merged(same: Sequence[Finding]) -> Finding:
+    return replace(
+        same[0],
+        message=f"{same[0].message} (and {len(same) - 1} more like it)",
+        tensors=tuple(dict.fromkeys(name for finding in same for name in finding.tensors)),
+    )
 
 
 class Policies:
@@ -265,7 +284,9 @@ class LoadPlan:
         if not errors:
             return
         first = errors[0]
-        body = "\n".join(f"- {finding.text}" for finding in errors)
+        # A rule that matched nothing is no error by itself, but mostly why there are some.
+        rules = [finding for finding in self.findings if finding.kind == "rule" and finding.severity == "warning"]
+        body = "\n".join([*(f"- {finding.text}" for finding in errors), *(f"- {finding}" for finding in rules)])
         raise PlanError(
             f"the checkpoint does not fit the model; nothing was changed\n{body}",
             plan=self,

@@ -277,9 +277,11 @@ class Convert:
         sizes = {**sizes_from_config(config, wanted), **self.sizes}
         lacking = [name for name in wanted if name not in sizes]
         if lacking:
+            python, yaml = (", ".join(f"{name}{sign}..." for name in lacking) for sign in ("=", ": "))
             raise RuleError(
                 f"{self} needs {', '.join(lacking)}, which the model's config doesn't tell",
-                hint=f"give it in the rule, e.g. Convert(..., {self.function_name!r}, {lacking[0]}=...)",
+                hint=f"give them in the rule: Convert(..., {self.function_name!r}, {python}), or in YAML "
+                f"{{..., function: {self.function_name}, {yaml}}}",
             )
         return sizes
 

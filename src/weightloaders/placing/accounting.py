@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.errors import SourceError
+from weightloaders.errors import WeightLoadersError
 from weightloaders.mapping import suggest
 from weightloaders.mapping.dtypes import narrows
+from weightloaders.mapping.fusions import fusion_hint
 from weightloaders.placing import overlaps
 from weightloaders.placing.causes import cause_of_unexpected
-from weightloaders.plan import Finding, Severity, listed, step_infos, step_targets
+from weightloaders.plan import Finding, Severity, listed, merged, step_infos, step_targets
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -24,23 +25,24 @@ def settle(placing: Placing, infos: Mapping[str, TensorInfo]) -> None:
     """Complete a plan once everything has been placed."""
     plan = placing.plan
     plan.unexpected = list(dict.fromkeys(plan.unexpected))
+    if not infos and placing.targets.by_name:
+        hint = "is it the right file or folder, and was it saved whole?"
+        plan.findings.append(Finding("nothing", "error", "the source holds no tensors", hint=hint))
     _settle_handed(placing)
     _settle_shared_memory(placing)
-    _settle_missing(placing)
+    _settle_missing(placing, infos)
     _settle_unexpected(placing, infos)
     _settle_casts(placing)
     plan.unfilled = list(dict.fromkeys(plan.unfilled))
+    plan.findings = merged(plan.findings)
     if placing.filled or not placing.targets.by_name or not plan.ok:
         return
-    if not infos:
-        plan.findings.append(Finding("nothing", "error", "the source holds no tensors"))
-        return
     names, wanted = list(infos), list(placing.targets.by_name)
-    hint = cause_of_unexpected(names) or _mapping_hint(names, wanted) or (
+    hint = cause_of_unexpected(names) or _mapping_hint(placing, names, wanted, infos) or (
         f"the source's names begin like {names[0]!r}, the model's like {wanted[0]!r}: is it another model's checkpoint?"
     )  # fmt: skip
     message = f"nothing in the source fits this model: none of {len(names)} tensors was matched"
-    plan.findings.append(Finding("nothing", "error", message, (names[0],), hint=hint))
+    plan.findings.append(Finding("nothing", "error", message, (names[0],), _first_file(infos), hint))
 
 
 def _settle_handed(placing: Placing) -> None:
@@ -68,7 +70,7 @@ def _settle_shared_memory(placing: Placing) -> None:
         known = [(target, info) for target in cluster if (info := placing.filled[target.name][0]) is not None]
         try:
             found = overlaps.contradiction(known) if len(known) > 1 else None
-        except SourceError as error:
+        except WeightLoadersError as error:
             placing.plan.findings.append(
                 Finding("conflict", "error", error.message, (cluster[0].name,), error.file, error.hint)
             )
@@ -87,9 +89,10 @@ def _settle_shared_memory(placing: Placing) -> None:
 # ------------------------------------------------------------------ missing
 
 
-def _settle_missing(placing: Placing) -> None:
+def _settle_missing(placing: Placing, infos: Mapping[str, TensorInfo]) -> None:
     plan, targets, filled = placing.plan, placing.targets, placing.filled
     through_others = _filled_through_others(placing)
+    spoilt_through_others = _spoilt_through_others(placing)
     computed: list[str] = []
     excused: list[str] = []
     absent: dict[Severity, list[str]] = defaultdict(list)
@@ -104,6 +107,8 @@ def _settle_missing(placing: Placing) -> None:
             plan.unfilled.append(name)
         elif name in through_others:
             plan.tied[name] = through_others[name]
+        elif name in spoilt_through_others:
+            plan.unfilled.append(name)
         elif targets.is_derived(name):
             computed.append(name)
         elif placing.ignore_missing is not None and placing.ignore_missing.search(name):
@@ -119,7 +124,7 @@ def _settle_missing(placing: Placing) -> None:
     for severity, names in absent.items():
         plan.missing.extend(names)
         plan.unfilled.extend(names)
-        plan.findings.append(_missing_finding(placing, severity, names))
+        plan.findings.append(_missing_finding(placing, severity, names, infos))
 
 
 def _filled_through_others(placing: Placing) -> dict[str, str]:
@@ -148,14 +153,28 @@ def _filled_through_others(placing: Placing) -> dict[str, str]:
     return {**overlaps.covered(rest, (targets.by_name[name] for name in filled)), **result}
 
 
-def _missing_finding(placing: Placing, severity: Severity, names: list[str]) -> Finding:
+def _spoilt_through_others(placing: Placing) -> set[str]:
+    """Names that would have had their value from another, had that one fitted."""
+    targets, spoilt = placing.targets, placing.spoilt
+    tied = {
+        name
+        for name, partners in targets.declared_partners().items()
+        if any(targets.canonical.get(partner) in spoilt for partner in partners)
+    }
+    rest = [target for name, target in targets.by_name.items() if targets.canonical[name] not in spoilt]
+    return tied | set(overlaps.covered(rest, (targets.by_name[name] for name in spoilt)))
+
+
+def _missing_finding(
+    placing: Placing, severity: Severity, names: list[str], infos: Mapping[str, TensorInfo]
+) -> Finding:
     plan, everything = placing.plan, placing.targets.by_name
     message = (
         f"{len(names)} of {len(everything)} parameters are not in the source: "
         f"{listed(suggest.grouped(names, everything))}"
     )
     given_away = cause_of_unexpected(plan.unexpected)
-    hint = given_away or _mapping_hint(plan.unexpected, names)
+    hint = given_away or _mapping_hint(placing, plan.unexpected, names, infos)
     if hint is None:
         hint = "the checkpoint is incomplete: fetch or export it again" if placing.filled else ""
         near = suggest.nearest(names[0], plan.unexpected)
@@ -163,11 +182,25 @@ def _missing_finding(placing: Placing, severity: Severity, names: list[str]) -> 
             hint += f"{'; or ' if hint else ''}if {near!r} is what the model calls {names[0]!r}, rename it with a rule"
         if placing.filled:
             hint += f"; or have it initialised instead: on_missing={{{names[0]!r}: 'warn'}}"
-    return Finding("missing", severity, message, tuple(names), _neighbours_file(placing, names[0]), hint or None)
+    return Finding(
+        "missing",
+        severity,
+        message,
+        tuple(names),
+        _neighbours_file(placing, names[0]) or _first_file(infos),
+        hint or None,
+    )
 
 
-def _mapping_hint(names: Sequence[str], wanted: Collection[str]) -> str | None:
-    """The exact rename that would make names those wanted, and what it would leave missing."""
+def _mapping_hint(
+    placing: Placing, names: Sequence[str], wanted: Collection[str], infos: Mapping[str, TensorInfo]
+) -> str | None:
+    """The exact rule that would make names those wanted, and what it would leave missing."""
+    shapes = {name: info.shape for name, info in infos.items()}
+    shapes.update((name, placing.targets.by_name[name].shape) for name in wanted)
+    fused = fusion_hint(names, wanted, shapes.__getitem__, getattr(placing.targets.model, "config", None))
+    if fused is not None:
+        return fused
     rename = suggest.prefix_suggestion(names, wanted) if names else None
     if rename is None:
         return None
@@ -186,6 +219,10 @@ def _neighbours_file(placing: Placing, name: str) -> str | None:
             found = next((info.extents[0].source.name for info in step_infos(step) if info.extents), None)
             best, file = (near, found) if found is not None else (best, file)
     return file
+
+
+def _first_file(infos: Mapping[str, TensorInfo]) -> str | None:
+    return next((info.extents[0].source.name for info in infos.values() if info.extents), None)
 
 
 def _common_segments(a: str, b: str) -> int:
@@ -211,8 +248,8 @@ def _settle_unexpected(placing: Placing, infos: Mapping[str, TensorInfo]) -> Non
         plan.findings.append(
             Finding(
                 "unexpected", severity,
-                f"{len(names)} tensors of the source are not wanted by the model: "
-                f"{listed(suggest.grouped(names, infos))}",
+                f"{_counted(names, 'tensor')} of the source {'is' if len(names) == 1 else 'are'} not wanted by the "
+                f"model: {listed(suggest.grouped(names, infos))}",
                 tuple(names), info.extents[0].source.name if info is not None and info.extents else None, hint,
             )
         )  # fmt: skip
@@ -227,7 +264,12 @@ def _settle_casts(placing: Placing) -> None:
         placing.plan.findings.append(
             Finding(
                 "cast", "info",
-                f"{len(names)} parameters lose precision or range, from {stored} to {dtype}: {listed(names)}",
+                f"{_counted(names, 'parameter')} may lose precision or range, from {stored} to {dtype}: "
+                f"{listed(names)}",
                 tuple(names),
             )
         )  # fmt: skip
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}"
