@@ -6,13 +6,17 @@ import re
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from weightloaders import Convert, Rename, load_into, plan_load
-from weightloaders.errors import PlanError
+from weightloaders import Convert, Rename, from_pretrained, load_into, plan_load
+from weightloaders.errors import LoaderContractError, PlanError, RuleError
+from weightloaders.mapping.parsing import parse_rules
+from weightloaders.report import LoadReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,6 +236,93 @@ def test_a_callers_rule_that_matched_nothing_is_named_where_something_is_missing
         plan_load(model_of({"a.w": (2,)}), counted({"b.w": (2,)}), rules=[Rename("bb", "a")]).raise_if_errors()
     assert "- warning: rename 'bb' -> 'a' matches no tensor of the source" in str(caught.value)
     assert "the source's names look like 'b.w'" in str(caught.value)
+
+
+def test_one_tensor_is_one_and_not_one_tensors() -> None:
+    plan = plan_load(model_of({"a": (2,)}), counted({"a": (2,), "b": (2,)}))
+    assert plan.findings[0].message == "1 tensor of the source is not wanted by the model: b"
+
+
+def test_a_vocabulary_is_changed_as_the_advice_says(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=10, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config.vocab_size = 12
+    config.save_pretrained(tmp_path)
+    with pytest.raises(PlanError, match=r"from_pretrained\(\.\.\., vocab_size=10\)") as caught:
+        from_pretrained(tmp_path, progress=False)
+    assert [f.kind for f in caught.value.plan.errors] == ["shape"]
+    model, _ = from_pretrained(tmp_path, vocab_size=10, progress=False)
+    assert tuple(model.get_input_embeddings().weight.shape) == (10, 8)
+
+
+def test_an_array_among_tensors_is_told_how_to_become_one() -> None:
+    with pytest.raises(LoaderContractError) as caught:
+        plan_load(model_of({"a": (2,)}), {"a": np.zeros(2)})
+    assert "torch.from_numpy" in str(caught.value.hint)
+    with pytest.raises(LoaderContractError) as caught:
+        plan_load(model_of({"a": (2,)}), {"state_dict": {"a": torch.zeros(2)}})
+    assert "checkpoint['state_dict']" in str(caught.value.hint)
+
+
+# ------------------------------------------------------------------ rules in YAML
+
+
+@pytest.mark.parametrize(
+    "text", ["drop: [*.bias]", "drop:\n- **.bias", "rename:\n  {a}.b: c", "drop: [{x}.b]", "rename: {{a}: b}"]
+)
+def test_a_pattern_that_yaml_takes_for_something_else_needs_quotes(text: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        parse_rules(text)
+    assert "needs quotes" in str(caught.value.hint)
+
+
+def test_a_key_that_is_nearly_right_is_guessed() -> None:
+    with pytest.raises(RuleError, match="did you mean 'sources'"):
+        parse_rules({"convert": [{"source": "a", "targets": "b", "function": "transpose"}]})
+    with pytest.raises(RuleError, match="did you mean 'rename'"):
+        parse_rules({"renames": {"a": "b"}})
+
+
+def test_a_file_of_rules_that_is_not_there_is_said_to_be_missing(tmp_path: Path) -> None:
+    for given in (tmp_path / "rules.yaml", str(tmp_path / "rules.yaml")):
+        with pytest.raises(RuleError, match="there is no file") as caught:
+            parse_rules(given)
+        assert caught.value.hint is None
+        assert caught.value.file == str(tmp_path / "rules.yaml")
+    with pytest.raises(RuleError) as caught:
+        parse_rules("backbone -> model")
+    assert "`rename:`" in str(caught.value.hint)
+
+
+# ------------------------------------------------------------------ reports
+
+
+def test_a_report_tells_from_which_dtype_to_which_was_cast() -> None:
+    model = model_of({f"layers.{i}.w": (2,) for i in range(9)}).to(torch.bfloat16)
+    model.register_parameter("b", nn.Parameter(torch.zeros(2, dtype=torch.float16)))
+    source = counted({f"layers.{i}.w": (2,) for i in range(9)} | {"b": (2,)})
+    text = str(load_into(model, source, progress=False))
+    shown = ", ".join(f"layers.{i}.w" for i in range(8))
+    assert f"9 from torch.float32 to torch.bfloat16: {shown}, ..." in text
+    assert "1 from torch.float32 to torch.float16: b" in text
+
+
+def test_the_speed_of_a_tiny_load_is_not_told() -> None:
+    assert "GB/s" not in str(LoadReport(bytes_read=999_999, seconds=0.1))
+    assert "0.01 GB/s" in str(LoadReport(bytes_read=1_000_000, seconds=0.1))
+
+
+def test_values_that_a_cast_makes_infinite_are_a_warning_with_both_dtypes() -> None:
+    model = model_of({"w": (2,)}).half()
+    source = {"w": torch.tensor([1.0, 1e6], dtype=torch.bfloat16)}
+    for given in (source, iter(source.items())):
+        report = load_into(model, given, progress=False)
+        assert len(report.warnings) == 1
+        assert "torch.bfloat16" in report.warnings[0]
+        assert "torch.float16" in report.warnings[0]
 
 
 # ------------------------------------------------------------------ weight_norm

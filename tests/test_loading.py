@@ -272,7 +272,7 @@ def test_casts_are_reported_and_narrowing_infinities_warned_about(caplog: pytest
     assert report.cast["norm.weight"] == ("torch.float32", "torch.float16")
     assert "steps" not in report.cast
     assert any("norm.weight" in warning and "infinities" in warning for warning in report.warnings)
-    assert "norm.weight: the cast to its dtype made new infinities" in caplog.text
+    assert "norm.weight: the cast from torch.float32 to torch.float16 made new infinities" in caplog.text
     assert torch.equal(model.layers[0].q_proj.weight, tensors["layers.0.q_proj.weight"].half())
 
 

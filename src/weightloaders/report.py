@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
 
 _SHOWN = 8
+_LEAST_FOR_SPEED = 1_000_000
 
 
 def bytes_text(count: float) -> str:
@@ -74,18 +79,21 @@ class LoadReport:
         return json.dumps(asdict(self), indent=2)
 
     def __str__(self) -> str:
+        # The speed of so few bytes is that of the work around them.
+        is_telling = self.bytes_read >= _LEAST_FOR_SPEED
         rows: list[tuple[str, str]] = [
             ("tensors", f"{len(self.loaded):,} loaded" + (f" by {self.loader}" if self.loader else "")),
             ("bytes", f"{self.bytes_read:,} ({bytes_text(self.bytes_read)})"),
-            ("seconds", f"{self.seconds:.3f} ({self.bytes_per_second / 1e9:.2f} GB/s)"),
+            ("seconds", f"{self.seconds:.3f}" + (f" ({self.bytes_per_second / 1e9:.2f} GB/s)" if is_telling else "")),
             ("extra memory", bytes_text(self.extra_memory)),
         ]
-        names: list[tuple[str, Any]] = [
+        names: list[tuple[str, Collection[str]]] = [
             ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched),
-            ("initialised", self.initialised), ("tied", self.tied), ("cast", self.cast), ("renamed", self.renamed),
+            ("initialised", self.initialised), ("tied", self.tied), ("renamed", self.renamed),
             ("dropped", self.dropped), ("replaced", self.replaced), ("skipped files", self.skipped_files),
         ]  # fmt: skip
         rows.extend((label, _named(value)) for label, value in names if value)
+        rows.extend(("cast", text) for text in _casts(self.cast))
         if self.decided_by:
             rows.append(("decided by", ", ".join(self.decided_by)))
         rows.extend(("warning", warning) for warning in self.warnings)
@@ -94,6 +102,17 @@ class LoadReport:
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
 
-def _named(names: Any) -> str:
-    shown = ", ".join(list(names)[:_SHOWN])
-    return f"{len(names):,}: {shown}" + (", ..." if len(names) > _SHOWN else "")
+def _named(names: Collection[str]) -> str:
+    return f"{len(names):,}: {_some(names)}"
+
+
+def _some(names: Collection[str]) -> str:
+    return ", ".join(list(names)[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _casts(cast: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    by_pair: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, pair in cast.items():
+        by_pair[pair].append(name)
+    for (stored, own), names in by_pair.items():
+        yield f"{len(names):,} from {stored} to {own}: {_some(names)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ _FORM = (
     "rules are a list of Rename, Drop and Convert objects, or a mapping with `rename:`, `drop:` and `convert:` "
     "(from YAML, or the path of a YAML file)"
 )
+_QUOTES = "in YAML a pattern with '*' or braces needs quotes, e.g. drop: ['*.bias', 'layers.{i}.bias']"
 _SUFFIXES = (".yaml", ".yml", ".json")
+_KEYS = ("rename", "drop", "convert")
 # Rules are written by people; more than this is another kind of file.
 _MAX_BYTES = 1 << 24
 
@@ -40,7 +43,11 @@ def _from_file(path: Path) -> tuple[Rule, ...]:
     try:
         text = read_text(path, _MAX_BYTES)
     except SourceError as error:
-        raise RuleError(f"the rules can't be read: {error.message}", file=path, hint=_FORM) from error
+        # What is plainly meant for a file needs no lesson in what rules look like.
+        hint = None if path.suffix.lower() in _SUFFIXES else _FORM
+        if not path.exists():
+            raise RuleError(f"there is no file {str(path)!r} to read rules from", file=path, hint=hint) from error
+        raise RuleError(f"the rules can't be read: {error.message}", file=path, hint=hint) from error
     try:
         return tuple(_rules(_parse_yaml(text, str(path))))
     except RuleError as error:
@@ -52,7 +59,8 @@ def _parse_yaml(text: str, name: str) -> Any:
     try:
         return parse_yaml(text)
     except ValueError as error:
-        raise RuleError(f"{name}: this is no valid YAML: {error}", hint=_FORM) from error
+        hint = _QUOTES if "*" in text or "{" in text else _FORM
+        raise RuleError(f"{name}: this is no valid YAML: {error}", hint=hint) from error
 
 
 def _rules(value: Any) -> Iterator[Rule]:
@@ -72,10 +80,11 @@ def _rules(value: Any) -> Iterator[Rule]:
 
 
 def _from_mapping(value: Mapping[Any, Any]) -> Iterator[Rule]:
-    unknown = sorted(str(key) for key in value if key not in ("rename", "drop", "convert"))
+    unknown = sorted(str(key) for key in value if key not in _KEYS)
     if unknown:
         raise RuleError(
-            f"rules have no key {', '.join(map(repr, unknown))}; there are rename, drop, convert", hint=_FORM
+            f"rules have no key {', '.join(map(repr, unknown))}{_meant(unknown, _KEYS)}; there are {', '.join(_KEYS)}",
+            hint=_FORM,
         )
     for entry in _entries(value.get("rename"), "rename"):
         for old, new in _pairs(entry):
@@ -117,11 +126,19 @@ def _text(value: Any, key: str) -> str:
 
 
 def _conversion(entry: Any) -> Convert:
-    needed = {"sources", "targets", "function"}
-    if not isinstance(entry, Mapping) or not needed <= set(entry):
+    needed = ("sources", "targets", "function")
+    lacking = [key for key in needed if key not in entry] if isinstance(entry, Mapping) else needed
+    if lacking:
+        others = [str(key) for key in entry if key not in needed] if isinstance(entry, Mapping) else []
         raise RuleError(
-            f"an entry of `convert:` needs sources, targets and function, not {brief(entry)}",
+            f"an entry of `convert:` needs sources, targets and function, not {brief(entry)}{_meant(others, lacking)}",
             hint="e.g. {sources: [q, k, v], targets: qkv, function: fuse_qkv}; whatever else it has are sizes",
         )
     sizes = {str(key): value for key, value in entry.items() if key not in needed}
     return Convert(entry["sources"], entry["targets"], entry["function"], **sizes)
+
+
+def _meant(given: Iterable[str], known: Collection[str]) -> str:
+    """What was probably meant by keys that are not known."""
+    near = [match for key in given for match in difflib.get_close_matches(key, known, n=1)]
+    return f" (did you mean {', '.join(map(repr, near))}?)" if near else ""

@@ -48,7 +48,7 @@ class Pattern:
 
     def __init__(self, text: str) -> None:
         if not isinstance(text, str):
-            raise RuleError(f"a pattern is a string, not {text!r}")
+            raise RuleError(f"a pattern is a string, not {text!r}", hint="in YAML, put quotes around it")
         self.text = text
         self.segments = tuple(text.split(".")) if text else ()
         self.names: list[str] = []

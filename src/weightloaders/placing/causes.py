@@ -69,7 +69,8 @@ def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -
     if different == [0] and _VOCABULARY.search(name):
         pad = f", or pad it with rules=[Convert({name!r}, {name!r}, 'pad_rows', rows={want})]" if want > have else ""
         return f" (vocabularies of {have} and {want})", (
-            f"build the model with vocab_size={have} (transformers: model.resize_token_embeddings({have})){pad}"
+            f"build the model with vocab_size={have} (transformers: from_pretrained(..., vocab_size={have}), or for a "
+            f"model that is built model.resize_token_embeddings({have})){pad}"
         )
     if have and want % have == 0 and want // have in (2, 4, 8, 16, 32):
         return f" (1/{want // have} of it)", (

@@ -233,7 +233,7 @@ class TensorInfo:
 
     Raises:
         CheckpointFormatError: If an extent does not fit the tensor or its source.
-        LoaderContractError: If there is neither an extent nor ``read``, or a field is of the wrong type.
+        LoaderContractError: If there is neither an extent nor ``read``, or both, or a field is of the wrong type.
     """
 
     name: str
@@ -271,6 +271,12 @@ class TensorInfo:
         _set(self, "extents", tuple([_filled_in(extent, name, dtype, sizes) for extent in pieces]))
         if read is None:
             _check_cover(self)
+        elif pieces:
+            raise LoaderContractError(
+                f"tensor {name!r} has both extents and `read`",
+                tensor=name,
+                hint="give extents where its bytes lie raw, and else a function that returns the tensor",
+            )
 
     @property
     def numel(self) -> int:
