@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 # Nothing here needs the network, and bars would fill a log file.
@@ -19,6 +20,7 @@ from rich.padding import Padding
 
 from demo.prepare import PREPARED, SMOLLM2, write_once
 from weightloaders import LLM, SamplingParams, open_weights
+from weightloaders.report import bytes_text
 from weightloaders.weights.raw import write_raw
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def describe_folder(console: Console, folder: Path) -> None:
     console.print(f"{folder.relative_to(PREPARED.parent)}/", style="bold")
     for file in sorted(folder.iterdir()):
         if file.suffix in {".safetensors", ".bin", ".txt"} or file.name.endswith(".index.json"):
-            console.print(f"  {file.name:<36}{file.stat().st_size / 1e6:>8.1f} MB")
+            console.print(f"  {file.name:<36}{bytes_text(file.stat().st_size):>10}")
 
 
 def main() -> int:
@@ -76,12 +78,16 @@ def main() -> int:
     for loader, arguments in LOADS.items():
         console.rule(f"weight_loader={loader!r}")
         llm = LLM(model=str(SMOLLM2), weight_loader=loader, **arguments)
-        console.print(Padding(str(llm.load_report), (0, 2)), markup=False)
+        report = str(llm.load_report)
         fingerprints[loader] = fingerprint(llm.model.state_dict())
         [output] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0.0, max_tokens=96))
         answers[loader] = output.outputs[0].text.strip()
-        console.print(f"  fingerprint  {fingerprints[loader]}")
-        console.print(f"  answer       {answers[loader]}", markup=False)
+        # The labels of the report, and two more in its column.
+        width = max(len(line.split("  ")[0]) for line in report.splitlines())
+        answer = textwrap.shorten(answers[loader], 60, placeholder=" ...")
+        own = {"fingerprint": f"{fingerprints[loader][:16]}...", "answer": answer}
+        lines = [report, *(f"{label:<{width}}  {value}" for label, value in own.items())]
+        console.print(Padding("\n".join(lines), (0, 2)), markup=False)
 
     console.rule("The same through every loader?")
     for loader, value in fingerprints.items():
