@@ -83,7 +83,7 @@ def _from_mapping(value: Mapping[Any, Any]) -> Iterator[Rule]:
     unknown = sorted(str(key) for key in value if key not in _KEYS)
     if unknown:
         raise RuleError(
-            f"rules have no key {', '.join(map(repr, unknown))}{_meant(unknown, _KEYS)}; there are {', '.join(_KEYS)}",
+            f"rules have no key {', '.join(map(repr, unknown))}; there are {', '.join(_KEYS)}{_meant(unknown, _KEYS)}",
             hint=_FORM,
         )
     for entry in _entries(value.get("rename"), "rename"):
