@@ -146,11 +146,16 @@ def sources_of(plan: LoadPlan) -> dict[str, str]:
     return sources
 
 
+def _overflow(name: str, plan: LoadPlan) -> str:
+    stored, own = plan.cast.get(name, ("what the source has", "its dtype"))
+    return f"{name}: the cast from {stored} to {own} made new infinities, of values too large for that"
+
+
 def report_of(
     plan: LoadPlan, moved: Transferred, context: LoadContext, prepared: Prepared, seconds: float
 ) -> LoadReport:
     """The report of a load that a plan describes."""
-    overflown = [f"{name}: the cast to its dtype made new infinities" for name in moved.infinities]
+    overflown = [_overflow(name, plan) for name in moved.infinities]
     for warning in overflown:
         logger.warning("%s", warning)
     return LoadReport(

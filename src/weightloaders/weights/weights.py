@@ -244,6 +244,12 @@ def _not_a_pair(what: str) -> LoaderContractError:
     return LoaderContractError(f"an iterable of weights yields (name, tensor) pairs, not {what}")
 
 
+def _unwrapping_hint(value: object) -> str:
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return "make a tensor of it: torch.from_numpy(array)"
+    return "unwrap the state dict first, e.g. checkpoint['state_dict']"
+
+
 def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
     """Anything the contract accepts as weights: `Weights` as they are, a dict wrapped, an iterable as a `Stream`.
 
@@ -260,7 +266,7 @@ def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
                 raise LoaderContractError(
                     f"a dict of weights maps names to tensors; the entry {name!r} is a {type(tensor).__name__}",
                     tensor=str(name),
-                    hint="unwrap the state dict first, e.g. checkpoint['state_dict']",
+                    hint=_unwrapping_hint(tensor),
                 )
         return Weights.describe(_described(value), borrowed=True)
     if isinstance(value, Mapping):
