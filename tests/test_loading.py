@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
+import pickle
 import shutil
 import struct
 import threading
@@ -40,6 +42,7 @@ from weightloaders.errors import (
     HalfLoadedModelError,
     LoaderContractError,
     LoadError,
+    ModelError,
     PlanError,
     SourceClosedError,
     SourceError,
@@ -889,6 +892,144 @@ def test_a_load_inside_a_load_is_a_load_of_its_own(tmp_path: Path) -> None:
     assert_filled(outer, {k: v for k, v in reference().items() if k != "norm.bias"})
 
 
+def test_a_second_load_of_a_model_is_refused_while_one_is_running(tmp_path: Path) -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in reference(1).items():
+            yield name, tensor
+            started.set()
+            go_on.wait(30)
+
+    model = Model()
+    plan = plan_load(model, reference(2))
+    first = threading.Thread(target=load_into, args=(model, pairs()), kwargs={"progress": False})
+    first.start()
+    started.wait(30)
+    try:
+        for second in (lambda: load_into(model, reference(2), progress=False), lambda: plan.run(model)):
+            with pytest.raises(LoadError, match="a load of this model is running"):
+                second()
+    finally:
+        go_on.set()
+        first.join()
+    assert_filled(model, reference(1))
+    load_into(model, reference(2), progress=False)
+
+
+@pytest.mark.parametrize("way", ["catalogue", "override"])
+def test_a_progress_function_can_not_load_into_the_model_that_is_being_loaded(way: str) -> None:
+    class Override(BaseWeightLoader):
+        def get_weights(self, model_name_or_path: str) -> Any:
+            return iter(reference().items())
+
+        def load_weights(self, model: nn.Module, weights: Any) -> None:
+            model.load_state_dict(dict(weights))
+
+    model = Model()
+    options: dict[str, Any] = {} if way == "catalogue" else {"loader": Override}
+    with pytest.raises(LoadError, match="a load of this model is running"):
+        load_into(
+            model,
+            reference() if way == "catalogue" else "anywhere",
+            progress=lambda event: load_into(model, reference(2), progress=False),
+            **options,
+        )
+
+
+# ------------------------------------------------------------------ whose memory it is
+
+
+@pytest.mark.parametrize("form", ["dict", "pairs"])
+def test_a_function_of_a_rule_may_work_in_place_and_the_source_stays_as_it_was(form: str) -> None:
+    tensors = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    for _ in range(2):
+        model = nn.Linear(4, 4)
+        source = tensors if form == "dict" else iter(tensors.items())
+        load_into(model, source, rules=[Convert("weight", "weight", lambda w: w.mul_(2))], progress=False)
+        assert torch.equal(model.weight, torch.full((4, 4), 2.0))
+    assert torch.equal(tensors["weight"], torch.ones(4, 4))
+
+
+def test_a_parameters_own_loader_may_work_in_place_and_the_source_stays_as_it_was() -> None:
+    model = nn.Linear(4, 4)
+    model.weight.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor.mul_(2))  # type: ignore[attr-defined]
+    tensors = {"weight": torch.ones(4, 4), "bias": torch.ones(4)}
+    load_into(model, tensors, progress=False)
+    assert torch.equal(tensors["weight"], torch.ones(4, 4))
+
+
+def test_parameters_can_be_exchanged_with_each_other() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    first, second = (layer.weight.detach().clone() for layer in model)
+    load_into(model, {"0.weight": model[1].weight, "1.weight": model[0].weight}, progress=False)
+    assert torch.equal(model[0].weight, second)
+    assert torch.equal(model[1].weight, first)
+
+
+def test_a_parameter_that_lies_over_itself_is_refused_before_anything_changes() -> None:
+    for tensor in (torch.zeros(10).as_strided((3, 4), (2, 1)), torch.zeros(1, 4).expand(3, 4)):
+        model = nn.Linear(4, 3)
+        model.weight = nn.Parameter(tensor)
+        before = model.bias.detach().clone()
+        with pytest.raises(ModelError, match="several elements in one place") as caught:
+            load_into(model, {"bias": torch.ones(3), "weight": torch.ones(3, 4)}, progress=False)
+        assert caught.value.tensor == "weight"
+        assert torch.equal(model.bias, before)
+    # What only looks like it is fine.
+    model.weight = nn.Parameter(torch.zeros(4, 3).t())
+    load_into(model, {"bias": torch.ones(3), "weight": torch.ones(3, 4)}, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_a_parameter_that_is_not_dense_is_refused_before_anything_changes(kind: str) -> None:
+    model = nn.Linear(4, 4)
+    tensor = torch.eye(4).to_sparse() if kind == "sparse" else torch.nested.nested_tensor([torch.ones(2)])
+    model.weight = nn.Parameter(tensor)
+    before = model.bias.detach().clone()
+    with pytest.raises(ModelError, match=kind) as caught:
+        load_into(model, {"bias": torch.ones(4), "weight": torch.ones(4, 4)}, progress=False)
+    assert caught.value.tensor == "weight"
+    assert torch.equal(model.bias, before)
+
+
+@pytest.mark.parametrize("model", [nn.Linear, None, "x", {}], ids=repr)
+def test_what_is_no_model_is_said_to_be_none(model: Any) -> None:
+    for call in (load_into, plan_load):
+        with pytest.raises(
+            ModelError, match=r"an nn\.Module is expected, not (the class Linear|a (NoneType|str|dict))"
+        ):
+            call(model, reference())
+
+
+def test_a_device_that_is_set_as_the_default_does_not_matter(tmp_path: Path) -> None:
+    tensors = reference()
+    save_file({k: v.double() if v.is_floating_point() else v for k, v in tensors.items()}, tmp_path / "m.safetensors")
+    model, odd = Model(), nn.Linear(4, 4)
+    odd.weight = nn.Parameter(torch.zeros(4, 4).t())
+    with torch.device("meta"):
+        load_into(model, tmp_path / "m.safetensors", progress=False)
+        load_into(odd, {"weight": torch.ones(4, 4, device="cpu"), "bias": torch.ones(4, device="cpu")}, progress=False)
+    assert_filled(model, tensors)
+    assert torch.equal(odd.weight, torch.ones(4, 4))
+
+
+def test_a_copy_of_a_half_loaded_model_is_half_loaded_until_it_is_loaded() -> None:
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(4, 4)
+        raise ValueError("gone")
+
+    model = nn.Linear(4, 4)
+    with pytest.raises(LoadError):
+        load_into(model, pairs(), progress=False)
+    copied = copy.deepcopy(model)
+    assert load_status(copied) == load_status(pickle.loads(pickle.dumps(model))) == "failed"
+    load_into(copied, {"weight": torch.ones(4, 4), "bias": torch.ones(4)}, progress=False)
+    assert load_status(copied) == "loaded"
+    assert load_status(model) == "failed"
+
+
 # ------------------------------------------------------------------ verification
 
 
@@ -960,7 +1101,7 @@ HOOKS = """
 from weightloaders import hookimpl
 from weightloaders.errors import PlanError
 
-calls, veto, rules = [], False, None
+calls, veto, shorten, rules = [], False, False, None
 
 @hookimpl
 def rules_for(model):
@@ -972,6 +1113,8 @@ def before_load(plan):
     calls.append("before_load")
     if veto:
         raise PlanError("not on a Friday")
+    if shorten:
+        plan.steps.pop()
 
 @hookimpl
 def on_progress(event):
@@ -1040,6 +1183,15 @@ def test_a_veto_leaves_the_model_as_it_was(hook_calls: Any, way: str) -> None:
     assert digest(model) == before
     assert load_status(model) is None
     assert not any(call[0] == "after_load" for call in hook_calls.calls)
+
+
+def test_a_hook_that_takes_steps_out_of_a_plan_is_refused_by_name(hook_calls: Any) -> None:
+    hook_calls.shorten = True
+    model = Model()
+    before = digest(model)
+    with pytest.raises(PlanError, match=r"observer.* changed the steps"):
+        load_into(model, reference(), progress=False)
+    assert digest(model) == before
 
 
 def test_rules_of_a_hook_are_used_and_named(hook_calls: Any) -> None:

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
-from weightloaders import load_into
+from weightloaders import load_into, load_status
 from weightloaders.errors import ModelError
-from weightloaders.transfer.memory import empty, materialise
+from weightloaders.transfer.memory import allocate, empty, materialise
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,8 @@ def named(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def real(model: nn.Module, **dtypes: torch.dtype) -> list[str]:
-    return materialise(model, named(model), CPU, dtypes)
+    on_meta = {name: tensor for name, tensor in named(model).items() if tensor.device.type == "meta"}
+    return materialise(model, on_meta, allocate(on_meta, CPU, dtypes))
 
 
 class Tied(nn.Module):
@@ -336,3 +337,16 @@ def test_a_real_model_loads_in_little_more_memory_than_it_has_itself(
     assert found["above"] < 64 << 20
     assert found["left"] < 64 << 20
     assert found["reported"] <= 16 << 20
+
+
+def test_a_model_that_is_too_large_for_the_memory_is_refused_by_name_and_untouched() -> None:
+    model = nn.Module()
+    model.small = nn.Parameter(torch.empty(4, device="meta"))
+    model.huge = nn.Parameter(torch.empty(1 << 44, device="meta"))
+    with pytest.raises(
+        ModelError, match=r"not enough memory for tensor 'huge', which takes 70,368,744,177,664"
+    ) as caught:
+        load_into(model, iter([("small", torch.ones(4))]), on_missing={"huge": "warn"}, progress=False)
+    assert caught.value.tensor == "huge"
+    assert load_status(model) is None
+    assert model.small.device.type == "meta"

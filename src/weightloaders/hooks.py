@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pluggy
 
 from weightloaders.discovery import Plugin, broken, check_name, did_you_mean, imported, installed
-from weightloaders.errors import BrokenPluginError, LoaderNameError, WeightLoadersError, summary
+from weightloaders.errors import BrokenPluginError, LoaderNameError, PlanError, WeightLoadersError, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -282,12 +282,24 @@ def before_load(plan: LoadPlan) -> None:
 
     Raises:
         WeightLoadersError: A plugin's veto.
+        PlanError: If a plugin changed what the plan does.
         BrokenPluginError: If a plugin's hook fails in any other way.
     """
     _muted.clear()
     for impl in _implementations("before_load"):
+        planned = _steps(plan)
         with _naming(impl):
             _call(impl, plan=plan)
+            if _steps(plan) != planned:
+                raise PlanError(
+                    f"before_load of the hook plugin {impl.plugin_name} changed the steps of the plan, so that "
+                    "what was checked is not what would be done",
+                    hint="a hook may refuse a plan by raising; rules_for decides about names",
+                )
+
+
+def _steps(plan: LoadPlan) -> list[int]:
+    return [id(step) for step in getattr(plan, "steps", ())]
 
 
 def on_progress(event: ProgressEvent) -> None:

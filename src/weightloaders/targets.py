@@ -61,7 +61,7 @@ class Targets:
         declared_ties: See above.
 
     Raises:
-        ModelError: If the model has parameters whose shape is not known yet.
+        ModelError: If the model has parameters whose shape is not known yet, or that can't be filled as they are.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Targets:
         self.derived: set[str] = set()
         dtypes = dtypes or {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            _check_has_shape(name, parameter)
+            _check_can_be_filled(name, parameter)
             self.by_name[name] = Target(name, parameter, "parameter", True, dtypes.get(name, parameter.dtype))
         for prefix, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():  # noqa: SLF001 -- the only place that tells persistent ones apart
@@ -86,7 +86,7 @@ class Targets:
                 if key in module._non_persistent_buffers_set:  # noqa: SLF001 -- as above
                     self.derived.add(name)
                 else:
-                    _check_has_shape(name, buffer)
+                    _check_can_be_filled(name, buffer)
                     self.by_name[name] = Target(name, buffer, "buffer", True, dtypes.get(name, buffer.dtype))
         self.declared_ties = dict(declared_ties or {})
         self.canonical = self._canonical_names()
@@ -131,13 +131,50 @@ class Targets:
         return (target is None or target.kind == "buffer") and _DERIVED.search(name) is not None
 
 
-def _check_has_shape(name: str, tensor: torch.Tensor) -> None:
+def check_is_module(model: object) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        ModelError: If it is none.
+    """
+    if not isinstance(model, torch.nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        hint = f"make one first: {model.__name__}(...)" if isinstance(model, type) else None
+        raise ModelError(f"an nn.Module is expected, not {what}", hint=hint)
+
+
+def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         raise ModelError(
             f"{name!r} has no shape yet",
             tensor=name,
             hint="run one forward pass, so that lazy modules learn their shapes, and load then",
         )
+    if tensor.is_nested or (type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is not torch.strided):
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ModelError(
+            f"{name!r} is a {kind} tensor, and weights are loaded into dense ones",
+            tensor=name,
+            hint="make it dense, load, and convert it then",
+        )
+    if _has_memory(tensor) and _overlaps_itself(tensor):
+        raise ModelError(
+            f"{name!r} of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements in one "
+            "place in memory, so not all of them can be filled",
+            tensor=name,
+            hint="give it memory of its own: .contiguous() or .clone()",
+        )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            # All that the smaller steps reach has to lie before the next of the larger ones.
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -15,13 +15,14 @@ import torch
 from weightloaders.errors import ModelError
 from weightloaders.mapping import transformers as hf
 from weightloaders.transfer.coverage import Coverage
-from weightloaders.transfer.memory import materialise
+from weightloaders.transfer.memory import allocate, materialise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
 
+    from weightloaders.loading.status import Mark
     from weightloaders.targets import Targets
 
 
@@ -102,17 +103,23 @@ class Groundwork:
         """Whether anything has to be done."""
         return bool(self._on_meta or self._computed)
 
-    def lay(self) -> Prepared:
+    def lay(self, mark: Mark) -> Prepared:
         """Do it.
 
+        Args:
+            mark: Told when the model is touched.
+
         Raises:
-            ModelError: If a module does not initialise what only it could.
+            ModelError: If there is not enough memory, or a module does not initialise what only it could.
         """
         if not self.needed:
             return Prepared()
+        raw = {**self._on_meta, **self._computed}
+        twins = allocate(raw, self._device, self._dtypes)
+        mark.touched = True
         lacking = {**{name: self._on_meta[name] for name in self._gaps}, **self._computed}
-        with _kept(self._model, {id(t) for t in (*self._on_meta.values(), *self._computed.values())}, lacking):
-            replaced = materialise(self._model, {**self._on_meta, **self._computed}, self._device, self._dtypes)
+        with _kept(self._model, {id(tensor) for tensor in raw.values()}, lacking):
+            replaced = materialise(self._model, raw, twins)
             if lacking:
                 self._initialise(lacking)
         return Prepared(list(self._gaps), replaced)

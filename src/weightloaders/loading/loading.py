@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from weightloaders.errors import (
     summary,
 )
 from weightloaders.loading.context import LoadContext, current_context, within
+from weightloaders.loading.nesting import active_watches, alone, is_nested, watching
 from weightloaders.loading.preparing import (
     groundwork,
     make_ties,
@@ -33,22 +35,17 @@ from weightloaders.loading.preparing import (
 )
 from weightloaders.loading.status import marking
 from weightloaders.loading.streaming import load_stream
-from weightloaders.loading.watching import (
-    active_watches,
-    is_nested,
-    load_by_loader,
-    load_by_model,
-    own_load_weights,
-    settle,
-    watching,
-)
+from weightloaders.loading.watching import load_by_loader, load_by_model, own_load_weights, settle
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.plan import CallStep, ComputeStep, LoadPlan, Step, step_infos, step_targets
+from weightloaders.plan import CallStep, ComputeStep, CopyStep, LoadPlan, Step, step_infos, step_targets
 from weightloaders.planner import Planner
+from weightloaders.targets import check_is_module
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
+from weightloaders.transfer.memory import is_plain
 from weightloaders.transfer.verify import check_finite, check_sha256
+from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
@@ -76,25 +73,27 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
     Raises:
         SourceError: If the source can't be opened.
         PlanError: If something is missing or does not fit; nothing was touched.
-        LoadError: If something failed on the way; the model is marked then.
+        LoadError: If something failed on the way; the model is marked then. Or if another load of it is running.
     """
-    weights = get_weights(loader, source)
-    try:
-        with _naming(loader, "load_weights", source):
-            is_default = getattr(type(loader).load_weights, "is_default", False)
-        context = context.changed(ties=hf.pending_ties(model))
-        with within(context, model):
-            if is_default:
-                report = load_planned(model, weights, borrowed=is_borrowed(loader, source))
-            else:
-                report = load_by_loader(model, loader, weights, context)
-        make_ties(model, context, report.loaded)
-        return report
-    except (SourceError, LoadError) as error:
-        error.plugin = _plugin_of(loader) or error.plugin
-        raise
-    finally:
-        _close(weights)
+    check_is_module(model)
+    with alone(model):
+        weights = get_weights(loader, source)
+        try:
+            with _naming(loader, "load_weights", source):
+                is_default = getattr(type(loader).load_weights, "is_default", False)
+            context = context.changed(ties=hf.pending_ties(model))
+            with within(context, model):
+                if is_default:
+                    report = load_planned(model, weights, borrowed=is_borrowed(loader, source))
+                else:
+                    report = load_by_loader(model, loader, weights, context)
+            make_ties(model, context, report.loaded)
+            return report
+        except (SourceError, LoadError) as error:
+            error.plugin = _plugin_of(loader) or error.plugin
+            raise
+        finally:
+            _close(weights)
 
 
 def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadReport:
@@ -102,13 +101,15 @@ def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadRepo
 
     Raises:
         PlanError: If something is missing or does not fit; nothing was touched.
-        LoadError: If something failed on the way; the model is marked then.
+        LoadError: If something failed on the way; the model is marked then. Or if another load of it is running.
     """
-    context = context.changed(ties=hf.pending_ties(model))
-    with within(context, model):
-        report = load_planned(model, weights)
-    make_ties(model, context, report.loaded)
-    return report
+    check_is_module(model)
+    with alone(model):
+        context = context.changed(ties=hf.pending_ties(model))
+        with within(context, model):
+            report = load_planned(model, weights)
+        make_ties(model, context, report.loaded)
+        return report
 
 
 def get_weights(loader: Any, source: str) -> Any:
@@ -196,15 +197,18 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
         RuleError: If a rule can't be understood.
         ModelError: If the model can't be filled at all.
     """
+    check_is_module(model)
     context = context.changed(ties=hf.pending_ties(model))
     targets = targets_of(model, context)
     plan = _plan(model, weights, targets, context)
 
     def runner(plan: LoadPlan, model: nn.Module) -> LoadReport:
-        weights.check_open()
-        report = _run(plan, model, targets, context)
-        make_ties(model, context, report.loaded)
-        return report
+        check_is_module(model)
+        with alone(model):
+            weights.check_open()
+            report = _run(plan, model, targets, context)
+            make_ties(model, context, report.loaded)
+            return report
 
     plan.runner = runner
     return plan
@@ -243,12 +247,12 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
         if context.verify == "sha256":
             check_sha256(infos)
         work = groundwork(model, now, context, plan.unfilled, plan.tied)
-        with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
-            prepared = work.lay()
+        with show_progress(context) as progress, marking(model) as mark:
+            prepared = work.lay(mark)
             if prepared.replaced:
                 plan.steps[:] = _for_new_objects(plan.steps, model)
             try:
-                moved = _transfer(plan.steps, model, context, progress)
+                moved = _transfer(_without_aliases(plan.steps), model, context, progress)
             except BaseException as error:
                 # Ctrl-C does not say what was written.
                 mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
@@ -296,6 +300,49 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
             f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",
             plan=plan, tensor=changed, hint="make the plan again",
         )  # fmt: skip
+
+
+def _without_aliases(steps: list[Step]) -> list[Step]:
+    """The same steps, where what lies in memory that another step will overwrite is copied first."""
+    memory = {_address(target.tensor) for step in steps for target in step_targets(step)} - {None}
+    copies: dict[int, TensorInfo] = {}
+    for step in steps:
+        views = {_view(t.tensor) for t in step_targets(step) if _address(t.tensor) is not None}
+        for info in step_infos(step):
+            # Of what is in memory already the catalogue has the tensor; nothing else can lie in the model.
+            tensor = getattr(info.read, "tensor", None)
+            if isinstance(tensor, torch.Tensor) and _address(tensor) in memory and views != {_view(tensor)}:
+                copy = tensor.detach().clone()
+                copies[id(info)] = TensorInfo(info.name, info.dtype, info.shape, read=partial(_itself, copy))
+    if not copies:
+        return steps
+
+    def free(info: TensorInfo) -> TensorInfo:
+        return copies.get(id(info), info)
+
+    result: list[Step] = []
+    for step in steps:
+        if isinstance(step, CopyStep):
+            result.append(replace(step, pieces=tuple(p._replace(info=free(p.info)) for p in step.pieces)))
+        elif isinstance(step, CallStep):
+            result.append(replace(step, info=free(step.info)))
+        else:
+            sources = tuple(tuple(map(free, s)) if isinstance(s, tuple) else free(s) for s in step.sources)
+            result.append(replace(step, sources=sources))
+    return result
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where the memory begins that a tensor is a view of; None where that can't be said."""
+    return tensor.untyped_storage().data_ptr() or None if is_plain(tensor) and not tensor.is_meta else None
+
+
+def _view(tensor: torch.Tensor) -> object:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _for_new_objects(steps: list[Step], model: nn.Module) -> list[Step]:

@@ -10,6 +10,7 @@ import torch
 
 from weightloaders import hooks
 from weightloaders.loading.initialising import Groundwork, can_initialise
+from weightloaders.loading.nesting import apart
 from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.modules import ModuleMapper
@@ -116,8 +117,9 @@ def show_progress(context: LoadContext) -> Iterator[Callable[[ProgressEvent], ob
     with Progress(context.progress) as shown:
 
         def tell(event: ProgressEvent) -> None:
-            shown(event)
-            hooks.on_progress(event)
+            with apart():
+                shown(event)
+                hooks.on_progress(event)
 
         yield tell
 

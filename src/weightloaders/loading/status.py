@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# By identity, and held weakly: a mark must neither keep a model alive nor depend on how it compares.
-_failed: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()  # with the reason
+# Where a module keeps why it is half-loaded: a copy of a half-loaded model, pickled or not, is one too.
+_FAILED = "_weightloaders_failed"
+# By identity, and held weakly: it must neither keep a model alive nor depend on how it compares.
 _loaded: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 
 
@@ -24,35 +25,33 @@ _loaded: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 class Mark:
     """Whether a load has touched its model yet."""
 
-    touched: bool
+    touched: bool = False
 
 
 @contextlib.contextmanager
-def marking(model: nn.Module, *, touched: bool = True) -> Iterator[Mark]:
+def marking(model: nn.Module) -> Iterator[Mark]:
     """A failure after the model was touched leaves a mark on it and its parts; success takes it away.
 
-    Args:
-        model: The model.
-        touched: Whether the first thing done is to touch it; else whoever loads says so when it happens.
+    Whoever loads says so when the model is touched.
     """
-    mark = Mark(touched)
+    mark = Mark()
     try:
         yield mark
     except BaseException as error:
         if mark.touched:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
             for module in model.modules():
-                _failed[module] = why
+                vars(module)[_FAILED] = why
             _loaded.pop(model, None)
         raise
     for module in model.modules():
-        _failed.pop(module, None)
+        vars(module).pop(_FAILED, None)
     _loaded[model] = True
 
 
 def _reason(model: nn.Module) -> str | None:
     # A wrapper is as usable as what it wraps.
-    return next((_failed[module] for module in model.modules() if module in _failed), None)
+    return next((vars(module)[_FAILED] for module in model.modules() if _FAILED in vars(module)), None)
 
 
 def load_status(model: nn.Module) -> Literal["loaded", "failed"] | None:

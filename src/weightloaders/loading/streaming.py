@@ -23,6 +23,7 @@ from weightloaders.errors import (
     WeightLoadersError,
     summary,
 )
+from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.preparing import (
     groundwork_for_all,
     mappers_for,
@@ -33,7 +34,7 @@ from weightloaders.loading.preparing import (
     warn_of,
 )
 from weightloaders.loading.status import Mark, marking
-from weightloaders.loading.watching import is_nested, settle, watching
+from weightloaders.loading.watching import settle
 from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.names import claim_name
@@ -82,8 +83,8 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
         raise PlanError("the source holds no tensors; nothing was changed")
     before = targets_of(model, context)
     work = groundwork_for_all(model, before, context)
-    with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
-        prepared = work.lay()
+    with show_progress(context) as progress, marking(model) as mark:
+        prepared = work.lay(mark)
         loading = _Loading(model, targets_of(model, context, before), context, stream, mark, progress)
         watch = Coverage(loading.with_own_loader)
         with watching(model, watch) if loading.with_own_loader else contextlib.nullcontext():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import inspect
 import logging
 import time
@@ -16,6 +15,7 @@ import torch
 
 from weightloaders import hooks
 from weightloaders.errors import CoverageError, LoadError, WeightLoadersError, summary
+from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
 from weightloaders.loading.status import marking
 from weightloaders.mapping import transformers as hf
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_watches: ContextVar[tuple[tuple[nn.Module, Coverage], ...]] = ContextVar("weightloaders_watches", default=())
 # Models whose own load_weights is running: when it asks for a load, it means the default one.
 _inside: ContextVar[tuple[nn.Module, ...]] = ContextVar("weightloaders_inside_own_load_weights", default=())
 
@@ -43,27 +42,6 @@ _inside: ContextVar[tuple[nn.Module, ...]] = ContextVar("weightloaders_inside_ow
 _PLACES = {
     "path", "filepath", "file", "filename", "dir", "directory", "folder", "checkpoint", "ckpt", "name", "url", "uri",
 }  # fmt: skip
-
-
-def active_watches() -> list[Coverage]:
-    """The watches that this code runs under."""
-    return [watch for _, watch in _watches.get()]
-
-
-def is_nested(model: nn.Module) -> bool:
-    """Whether this load is part of another one of the same model."""
-    return any(watched is model for watched, _ in _watches.get())
-
-
-@contextlib.contextmanager
-def watching(model: nn.Module, watch: Coverage) -> Iterator[None]:
-    """Watch a model be filled."""
-    token = _watches.set((*_watches.get(), (model, watch)))
-    try:
-        with watch:
-            yield
-    finally:
-        _watches.reset(token)
 
 
 # ------------------------------------------------------------------ a model's own load_weights
@@ -213,8 +191,8 @@ def _by_others(
     hooks.before_load(plan)
     before = targets_of(model, context)
     work = groundwork_for_all(model, before, context)
-    with show_progress(context) as progress, marking(model, touched=work.needed) as mark:
-        prepared = work.lay()
+    with show_progress(context) as progress, marking(model) as mark:
+        prepared = work.lay(mark)
         watch = Coverage(targets_of(model, context, before).tensors)
         try:
             with watching(model, watch):

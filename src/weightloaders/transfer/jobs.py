@@ -111,7 +111,7 @@ def _copying(step: CopyStep, space: Workspace) -> Iterator[Job]:
 def _assemble(step: CopyStep, space: Workspace) -> None:
     """Put a tensor together in row-major order, and let `copy_` see to how the parameter itself is laid out."""
     target = step.target
-    whole = torch.empty(target.shape, dtype=target.tensor.dtype)
+    whole = torch.empty(target.shape, dtype=target.tensor.dtype, device="cpu")
     with space.holding(whole.nbytes):
         for job in _into_rows(replace(target, tensor=whole), step.pieces, space):
             job.work()
@@ -236,8 +236,8 @@ def _spread(values: torch.Tensor, start: int, pieces: Sequence[Piece], target: T
         p.length == size and (p.source_start - start) % size == 0 and p.target_start % size == 0 for p in pieces
     )
     if regular:
-        sources = torch.tensor([(p.source_start - start) // size for p in pieces])
-        destinations = torch.tensor([p.target_start // size for p in pieces])
+        sources = torch.tensor([(p.source_start - start) // size for p in pieces], device="cpu")
+        destinations = torch.tensor([p.target_start // size for p in pieces], device="cpu")
         rows = _rows(values, size)[sources.to(values.device)]
         cast = rows.to(device=flat.device, dtype=flat.dtype)
         _rows(flat, size)[destinations.to(flat.device)] = cast
@@ -267,8 +267,7 @@ def _compute(step: ComputeStep, space: Workspace) -> None:
     rule = "; ".join(step.rules)
     with space.holding(sum(info.nbytes for info in step_infos(step)) + results_size):
         arguments = [
-            [read_tensor(info) for info in source] if isinstance(source, tuple) else read_tensor(source)
-            for source in step.sources
+            [_own(info) for info in source] if isinstance(source, tuple) else _own(source) for source in step.sources
         ]
         try:
             results = step.function(arguments)
@@ -292,9 +291,15 @@ def _compute(step: ComputeStep, space: Workspace) -> None:
             _store(result.detach(), target.tensor, target, space)
 
 
+def _own(info: TensorInfo) -> torch.Tensor:
+    """A tensor that code of others may write to: what a `read` returned may still be somebody else's."""
+    tensor = read_tensor(info)
+    return tensor.detach().clone() if info.read is not None else tensor
+
+
 def _call(step: CallStep, space: Workspace) -> None:
     with space.holding(step.info.nbytes):
-        tensor = read_tensor(step.info)
+        tensor = _own(step.info)
         if space.handed is not None:
             space.handed(step.info.name, tensor)
         loader: Any = step.target.tensor.weight_loader  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.errors import ModelError
+from weightloaders.weights.reading import enough_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -65,47 +66,61 @@ def _private_mapping(nbytes: int) -> Any:
     return None
 
 
-def materialise(
-    model: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    device: torch.device,
-    dtypes: Mapping[str, torch.dtype],
-) -> list[str]:
-    """Give meta parameters and buffers real, uninitialised memory. Tied ones stay tied, views of one memory stay that.
+def allocate(
+    tensors: Mapping[str, torch.Tensor], device: torch.device, dtypes: Mapping[str, torch.dtype]
+) -> dict[int, torch.Tensor]:
+    """Real, uninitialised memory for meta parameters and buffers. The model is not touched.
 
     Args:
-        model: The model.
         tensors: Name -> the meta parameter or buffer.
         device: Where the memory is to be.
         dtypes: Name -> dtype, where it differs from the meta tensor's.
 
     Returns:
-        Names whose objects had to be replaced; identity and attributes of all others were kept.
+        By the identity of the meta tensor, its twin. Views of one memory stay that.
 
     Raises:
-        ModelError: If a tensor is of a kind that can't be made from nothing.
+        ModelError: If a tensor is of a kind that can't be made from nothing, or there is not enough memory.
     """
     distinct = {id(tensor): tensor for tensor in tensors.values()}
     sharers = Counter(_storage_of(tensor) for tensor in distinct.values() if not wraps_others(tensor))
     shared: dict[object, torch.Tensor] = {}
-    replacements: dict[int, torch.Tensor] = {}
+    twins: dict[int, torch.Tensor] = {}
+    for name, old in tensors.items():
+        if id(old) in twins:
+            continue
+        dtype = dtypes.get(name, old.dtype)
+        # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
+        with torch.inference_mode(old.is_inference()), enough_memory(name, old.numel() * dtype.itemsize, ModelError):
+            if wraps_others(old):
+                new = _wrapper_twin(name, old, device, dtype)
+            else:
+                new = _twin(name, old, device, dtype, sharers, shared)
+        # What a class made of its own, above all the tensors that it holds, is not overwritten.
+        new.__dict__.update({**old.__dict__, **new.__dict__})
+        twins[id(old)] = new
+    return twins
+
+
+def materialise(model: nn.Module, tensors: Mapping[str, torch.Tensor], twins: dict[int, torch.Tensor]) -> list[str]:
+    """Put real memory into the place of meta parameters and buffers. Tied ones stay tied.
+
+    Args:
+        model: The model.
+        tensors: Name -> the meta parameter or buffer.
+        twins: What `allocate` made for them.
+
+    Returns:
+        Names whose objects had to be replaced; identity and attributes of all others were kept.
+    """
+    kept: dict[int, bool] = {}
     replaced: list[str] = []
     for name, old in tensors.items():
-        if id(old) not in replacements and old.device.type == "meta":
-            dtype = dtypes.get(name, old.dtype)
-            # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
-            with torch.inference_mode(old.is_inference()):
-                if wraps_others(old):
-                    new = _wrapper_twin(name, old, device, dtype)
-                else:
-                    new = _twin(name, old, device, dtype, sharers, shared)
-                # What a class made of its own, above all the tensors that it holds, is not overwritten.
-                new.__dict__.update({**old.__dict__, **new.__dict__})
-                if _swap(old, new):
-                    continue
-            replacements[id(old)] = new
-        if id(old) in replacements:
-            _replace(model, name, replacements[id(old)])
+        new = twins[id(old)]
+        if id(old) not in kept:
+            kept[id(old)] = _swap(old, new)
+        if not kept[id(old)]:
+            _replace(model, name, new)
             replaced.append(name)
     return replaced
 

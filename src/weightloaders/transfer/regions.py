@@ -80,7 +80,7 @@ class Regions:
             self._add_interval(start, end)
         else:
             if self._mask is None:
-                self._mask = torch.zeros(self._nbytes // self._itemsize, dtype=torch.bool)
+                self._mask = torch.zeros(self._nbytes // self._itemsize, dtype=torch.bool, device="cpu")
             self._mask.as_strided(view.shape, view.strides, view.offset).fill_(True)
 
     def _add_interval(self, start: int, end: int) -> None:
@@ -116,7 +116,7 @@ class Regions:
 
     def _merged_mask(self) -> torch.Tensor:
         if self._mask is None:
-            self._mask = torch.zeros(self._nbytes // self._itemsize, dtype=torch.bool)
+            self._mask = torch.zeros(self._nbytes // self._itemsize, dtype=torch.bool, device="cpu")
         for start, end in zip(self._starts, self._ends, strict=True):
             self._mask[-(-start // self._itemsize) : end // self._itemsize] = True
         return self._mask
@@ -128,7 +128,7 @@ class Regions:
             result.add(target)
         elif self.touches(source) and math.prod(source.shape) == math.prod(target.shape) and target.is_dense:
             mask = self._merged_mask().as_strided(source.shape, source.strides, source.offset)
-            copy = torch.zeros(nbytes // target.itemsize, dtype=torch.bool)
+            copy = torch.zeros(nbytes // target.itemsize, dtype=torch.bool, device="cpu")
             copy.as_strided(target.shape, target.strides, target.offset).copy_(mask)
             result._mask = copy
         return result

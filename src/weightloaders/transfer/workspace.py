@@ -43,7 +43,7 @@ class Workspace:
         """Memory for some elements, at most `BUFFER_BYTES`: this thread's own, and overwritten by the next call."""
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None:
-            memory = self._own.memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+            memory = self._own.memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
             # Held until the transfer is done.
             self._account(BUFFER_BYTES)
         return memory[: count * dtype.itemsize].view(dtype)

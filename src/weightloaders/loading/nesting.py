@@ -1,0 +1,78 @@
+"""Which loads run: one at a time into a model, and what code that fills a model asks for belongs to its own load."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weightloaders.errors import LoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, MutableMapping
+
+    from torch import nn
+
+    from weightloaders.transfer.coverage import Coverage
+
+_watches: ContextVar[tuple[tuple[nn.Module, Coverage], ...]] = ContextVar("weightloaders_watches", default=())
+_loading: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+_lock = threading.Lock()
+
+
+def active_watches() -> list[Coverage]:
+    """The watches that this code runs under."""
+    return [watch for _, watch in _watches.get()]
+
+
+def is_nested(model: nn.Module) -> bool:
+    """Whether this load is part of another one of the same model."""
+    return any(watched is model for watched, _ in _watches.get())
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, watch: Coverage) -> Iterator[None]:
+    """Watch a model be filled."""
+    token = _watches.set((*_watches.get(), (model, watch)))
+    try:
+        with watch:
+            yield
+    finally:
+        _watches.reset(token)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Code that is told of a load, and is no part of it."""
+    token = _watches.set(())
+    try:
+        yield
+    finally:
+        _watches.reset(token)
+
+
+@contextlib.contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Keep other loads out of a model meanwhile; two at once would mix their values.
+
+    Raises:
+        LoadError: If another load of this model is running.
+    """
+    if is_nested(model):
+        yield
+        return
+    with _lock:
+        if model in _loading:
+            raise LoadError(
+                "a load of this model is running, and a second one at the same time would mix their values",
+                hint="wait until the first one has ended, or load into another copy of the model",
+            )
+        _loading[model] = True
+    try:
+        yield
+    finally:
+        with _lock:
+            _loading.pop(model, None)
