@@ -392,6 +392,124 @@ def test_a_parameter_filled_in_part_is_not_filled(part: Callable[[torch.Tensor],
     assert "layers.0.q_proj.weight" in caught.value.written
 
 
+# ------------------------------------------------------------------ parameters that are replaced
+
+
+def replacing(make: Callable[[torch.Tensor], Any]) -> Callable[[nn.Module, Any], None]:
+    """Fill a linear layer, but give it another weight: made from that of the source."""
+
+    def load(model: nn.Module, weights: Any) -> None:
+        with torch.no_grad():
+            model.bias.copy_(weights["bias"])
+        model.weight = make(weights["weight"])
+
+    return load
+
+
+def linear() -> dict[str, torch.Tensor]:
+    return {"weight": torch.arange(16.0).view(4, 4), "bias": torch.ones(4)}
+
+
+def half_of(tensor: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(4, 4)
+    memory[:2] = tensor[:2]
+    return memory
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda w: torch.empty(4, 4), lambda w: torch.empty_like(w), lambda w: torch.zeros(4, 4), half_of],
+    ids=["empty", "empty_like", "zeros", "half"],
+)
+def test_a_new_parameter_without_the_sources_values_is_not_filled(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with pytest.raises(CoverageError) as caught:
+        load_into(nn.Linear(4, 4), "x", loader=own(replacing(lambda w: nn.Parameter(make(w))), linear), progress=False)
+    assert caught.value.missing == ("weight",)
+
+
+@pytest.mark.parametrize("form", ["dict", "pairs", "weights"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: w, lambda w: w.half(), lambda w: torch.cat([w[:2], w[2:]]), lambda w: w + torch.zeros(4, 4),
+        lambda w: torch.empty(4, 4).copy_(w), lambda w: w.t().contiguous().t(),
+    ],
+    ids=["itself", "cast", "put together", "computed", "copied", "laid out anew"],
+)  # fmt: skip
+def test_a_new_parameter_made_of_the_sources_values_is_filled(
+    tmp_path: Path, make: Callable[[torch.Tensor], torch.Tensor], form: str
+) -> None:
+    save_file(linear(), tmp_path / "m.safetensors")
+
+    def given() -> Any:
+        return {"dict": linear, "pairs": lambda: iter(linear().items())}.get(
+            form, lambda: open_weights(tmp_path / "m.safetensors")
+        )()
+
+    load = replacing(lambda w: nn.Parameter(make(w)))
+    model = nn.Linear(4, 4)
+    by_pairs = own(lambda model, weights: load(model, dict(weights)), given)
+    report = load_into(model, "x", loader=by_pairs if form == "pairs" else own(load, given), progress=False)
+    assert sorted(report.loaded) == ["bias", "weight"]
+    assert report.warnings == []
+    assert torch.equal(model.weight.float(), linear()["weight"])
+
+
+@pytest.mark.parametrize(
+    "make", [lambda w: nn.Parameter(w[:2]), lambda w: nn.Parameter(torch.zeros(8, 8)), lambda w: None], ids=range(3)
+)
+def test_a_parameter_that_is_resized_or_gone_afterwards_is_an_error(make: Callable[[torch.Tensor], Any]) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(CoverageError, match=r"changed what the model has: 'weight' (had shape|has gone)") as caught:
+        load_into(model, "x", loader=own(replacing(make), linear), progress=False)
+    assert caught.value.tensor == "weight"
+    assert load_status(model) == "failed"
+
+
+def test_the_memory_of_a_parameter_exchanged_for_one_of_another_shape_is_an_error() -> None:
+    def load(model: nn.Module, weights: Any) -> None:
+        model.load_state_dict(weights)
+        model.weight.data = torch.zeros(2, 2)
+
+    with pytest.raises(CoverageError, match=r"'weight' had shape \[4, 4\] and has \[2, 2\]"):
+        load_into(nn.Linear(4, 4), "x", loader=own(load, linear), progress=False)
+
+
+@pytest.mark.parametrize("form", ["loader", "model"])
+def test_a_load_that_uses_nothing_of_its_source_is_an_error(form: str) -> None:
+    class Ignoring(nn.Linear):
+        def load_weights(self, weights: Any) -> None:
+            initialised(self, dict(weights))
+
+    def initialised(model: nn.Module, weights: Any) -> None:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+
+    ways: dict[str, Callable[[], Any]] = {
+        "loader": lambda: load_into(
+            nn.Linear(4, 4), "x", loader=own(initialised, linear), on_missing="ignore", progress=False
+        ),
+        "model": lambda: load_into(Ignoring(4, 4), linear(), on_missing="ignore", progress=False),
+    }
+    with pytest.raises(CoverageError, match="used nothing of what the source holds: weight, bias"):
+        ways[form]()
+
+
+@pytest.mark.parametrize("where", ["thread", "numpy"])
+def test_what_could_not_be_watched_is_named_in_the_report(where: str) -> None:
+    def load(model: nn.Module, weights: Any) -> None:
+        model.bias.data.copy_(weights["bias"])
+        if where == "numpy":
+            model.weight.data.numpy()[:2] = weights["weight"].numpy()[:2]
+        else:
+            thread = threading.Thread(target=model.weight.data[:2].copy_, args=(weights["weight"][:2],))
+            thread.start()
+            thread.join()
+
+    report = load_into(nn.Linear(4, 4), "x", loader=own(load, linear), progress=False)
+    assert any("filled weight in a way that can't be watched" in warning for warning in report.warnings)
+
+
 # ------------------------------------------------------------------ sources cut to fit
 
 

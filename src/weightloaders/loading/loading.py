@@ -261,7 +261,7 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
             filled = [target for step in plan.steps for target in step_targets(step)]
             for watch in active_watches():
                 for target in filled:
-                    watch.wrote(target.tensor)
+                    watch.filled_by_us(target.tensor)
             if context.verify == "finite":
                 check_finite(filled)
     finally:
@@ -282,7 +282,7 @@ def _transfer(
     watch = Coverage(called)
     with watching(model, watch):
         moved = Transfer(steps, progress=progress, handed=watch.hand_out).run()
-    settle(watch, model, context, "the parameters' own weight_loader")
+    settle(watch, model, context, "the parameters' own weight_loader", moved)
     return moved
 
 

@@ -172,7 +172,7 @@ def report_of(
         renamed=dict(plan.renamed),
         dropped=list(plan.dropped),
         replaced=prepared.replaced,
-        warnings=[*(f.message for f in plan.findings if f.severity == "warning"), *overflown],
+        warnings=[*(f.message for f in plan.findings if f.severity == "warning"), *overflown, *moved.warnings],
         notes=[f.message for f in plan.findings if f.kind == "note"],
         decided_by=list(plan.decided_by),
         loader=context.loader,

@@ -91,7 +91,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
             loading.take_all(itertools.chain([first], pairs), watch)
         loading.finish(work.raw)
         if loading.with_own_loader:
-            settle(watch, model, context, "the parameters' own weight_loader")
+            settle(watch, model, context, "the parameters' own weight_loader", loading.moved)
         if context.verify == "finite":
             check_finite(loading.placing.targets.by_name[name] for name in loading.moved.written)
     plan = loading.placing.plan

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # Models whose own load_weights is running: when it asks for a load, it means the default one.
 _inside: ContextVar[tuple[nn.Module, ...]] = ContextVar("weightloaders_inside_own_load_weights", default=())
 
+_SHOWN = 4
 # A model's load_weights of another library takes a place, not weights; its parameter says so.
 _PLACES = {
     "path", "filepath", "file", "filename", "dir", "directory", "folder", "checkpoint", "ckpt", "name", "url", "uri",
@@ -212,12 +213,17 @@ def _by_others(
                 written=touched,
             ) from error
         mark.touched = True
-        covered = settle(watch, model, context, who, raw=work.raw)
+        covered = settle(watch, model, context, who, moved, raw=work.raw)
         # Where the default way was called, it has said itself what it did not want.
         unused = covered.unused if isinstance(inner, LoadReport) else [*covered.unused, *covered.untaken]
         if covered.missing and not covered.touched:
             # Whatever the policy: nothing at all was loaded.
             raise _left_out(covered.missing, covered, who)
+        if not covered.used:
+            raise CoverageError(
+                f"{who} used nothing of what the source holds: {listed([*covered.unused, *covered.untaken])}",
+                written=tuple(covered.touched), plugin=who,
+            )  # fmt: skip
         plan.unexpected = _unexpected(unused, covered, context, who)
         if context.verify == "finite":
             by_name = targets_of(model, context).by_name
@@ -229,6 +235,7 @@ def _by_others(
         # It called the default way, which knows more; what it filled besides is added.
         inner.loaded = list(dict.fromkeys((*inner.loaded, *(n for n in covered.filled if n not in inner.tied))))
         inner.missing, inner.replaced, inner.seconds = covered.missing, report.replaced, report.seconds
+        inner.warnings.extend(moved.warnings)
         inner.decided_by = [*plan.decided_by, *inner.decided_by]
         report = inner
     report.initialised = [name for name in prepared.initialised if name in covered.missing]
@@ -237,7 +244,14 @@ def _by_others(
     return report
 
 
-def settle(watch: Coverage, model: nn.Module, context: LoadContext, who: str, raw: Collection[str] = ()) -> Covered:
+def settle(
+    watch: Coverage,
+    model: nn.Module,
+    context: LoadContext,
+    who: str,
+    moved: Transferred,
+    raw: Collection[str] = (),
+) -> Covered:
     """What was filled, and what was rightly left out; an error where something was left out or cut to fit.
 
     Args:
@@ -245,6 +259,7 @@ def settle(watch: Coverage, model: nn.Module, context: LoadContext, who: str, ra
         model: The model.
         context: What was asked for.
         who: Whose code it was, for messages.
+        moved: Told what could not be watched.
         raw: Parameters that have no value unless they were filled.
 
     Raises:
@@ -252,6 +267,21 @@ def settle(watch: Coverage, model: nn.Module, context: LoadContext, who: str, ra
     """
     covered = watch.finish(model)
     targets = targets_of(model, context)
+    changed = [name for name in covered.changed if not targets.is_derived(name)]
+    if changed:
+        raise CoverageError(
+            f"{who} changed what the model has: "
+            + "; ".join(f"{name!r} {covered.changed[name]}" for name in changed[:_SHOWN])
+            + (f"; and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""),
+            written=tuple(covered.touched), tensor=changed[0], plugin=who,
+            hint="fill the parameters that are there; build the model as the checkpoint needs it",
+        )  # fmt: skip
+    if covered.unseen:
+        moved.warnings.append(
+            f"{who} filled {listed(covered.unseen)} in a way that can't be watched (on another thread, through numpy): "
+            "whether all of it was filled is not known"
+        )
+        logger.warning("%s", moved.warnings[-1])
     ignored = hf.ignored_patterns(model)[0]
     partners = targets.declared_partners()
     missing = [name for name in covered.missing if partners.get(name, set()).isdisjoint(covered.filled)]

@@ -10,6 +10,7 @@ A copy of a parameter, as ``model.half()`` makes it, counts as filled as far as 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightloaders.transfer.memory import wraps_others
+from weightloaders.transfer.memory import is_plain, wraps_others
 from weightloaders.transfer.regions import Regions, View, digest
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+# Memory without values.
+_RAW = {
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+}
+# What has gone is forgotten whenever there are twice as many, from this number on.
+_PRUNED_FROM = 1024
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)  # noqa: SLF001 -- the operation's name
 
 
@@ -75,9 +83,10 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """A parameter as it was: the object, its storage's address, a digest of its values, how often it was written."""
+    """A parameter as it was: the object, its shape, its storage's address, a digest of its values, its version."""
 
     tensor: torch.Tensor
+    shape: tuple[int, ...]
     key: int | None
     digest: object
     version: int
@@ -91,6 +100,9 @@ class Covered:
         filled: Names of what was filled.
         missing: Names of what was not.
         touched: Names of what was written, in whole or in part.
+        changed: What has gone, or has another shape now, with how it was and is.
+        unseen: Names of what was filled out of our sight, and so perhaps only in part.
+        used: Whether anything of what was handed out was used; True where it can't be told.
         unused: Tensors that were handed out and not used. Empty where it can't be told.
         untaken: Tensors that were there and not asked for.
         cut: Tensors of which only a part was used, with their shapes.
@@ -99,6 +111,9 @@ class Covered:
     filled: list[str]
     missing: list[str]
     touched: list[str]
+    changed: dict[str, str]
+    unseen: list[str]
+    used: bool
     unused: list[str]
     untaken: list[str]
     cut: list[tuple[str, tuple[int, ...]]]
@@ -142,8 +157,10 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names_handed: set[str] = set()
         self._handed: dict[int, _Memory] = {}
         self._unused: list[str] = []
+        self._used_any = False
         self._cut: list[tuple[str, tuple[int, ...]]] = []
         self._ways_out = _WaysOut(self._shown)
+        self._prune_at = 2 * len(tensors) + _PRUNED_FROM
         digests: dict[int, object] = {}
         for name, tensor in tensors.items():
             key = _key_of(tensor)
@@ -151,7 +168,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._written.setdefault(key, _Memory.of(tensor))
             if id(tensor) not in digests:
                 digests[id(tensor)] = _digest(tensor)
-            self._before[name] = _Before(tensor, key, digests[id(tensor)], _version(tensor))
+            self._before[name] = _Before(tensor, tuple(tensor.shape), key, digests[id(tensor)], _version(tensor))
 
     # -- what torch does
 
@@ -182,9 +199,46 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
                     (self.wrote if is_written else self._used)(leaf)
-        if func in _COPIES:
-            self._copied(args[0], result)
+        if not is_view and not any(writes):
+            inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if func not in _COPIES or not self._copied(args[0], result):
+                is_filled = func.overloadpacket not in _RAW and any(map(self._has_values, inputs))
+                for leaf in pytree.tree_leaves(result):
+                    if isinstance(leaf, torch.Tensor):
+                        self._made(leaf, is_filled=is_filled)
         return result
+
+    def _has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether what an operation makes of a tensor has values that came from elsewhere than the model itself."""
+        key = _key_of(tensor)
+        if key is None or self._is_handed(key):
+            return True
+        memory = self._written.get(key)
+        return memory is None or not memory.alive or memory.regions.covers(View.of(tensor))
+
+    def _is_handed(self, key: int) -> bool:
+        memory = self._handed.get(key)
+        return memory is not None and memory.alive
+
+    def _made(self, tensor: torch.Tensor, *, is_filled: bool) -> None:
+        """New memory, which may become a parameter's."""
+        key = _key_of(tensor)
+        if key is None or ((known := self._written.get(key)) is not None and known.alive):
+            return
+        memory = self._written[key] = _Memory.of(tensor)
+        if is_filled:
+            memory.regions.add(View.of(tensor))
+        else:
+            memory.digest = digest(tensor)
+        if len(self._written) > self._prune_at:
+            self._written = {key: memory for key, memory in self._written.items() if memory.alive}
+            self._prune_at = 2 * len(self._written) + _PRUNED_FROM
+
+    def filled_by_us(self, tensor: torch.Tensor) -> None:
+        """Our own engine filled all of a tensor from the source."""
+        self._used_any = True
+        self._made(tensor, is_filled=True)
+        self.wrote(tensor)
 
     def wrote(self, tensor: torch.Tensor) -> None:
         """A tensor, or a view of one, was written."""
@@ -205,18 +259,19 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key is not None and key in self._written:
             self._written[key].shown = True
 
-    def _copied(self, source: torch.Tensor, result: torch.Tensor) -> None:
+    def _copied(self, source: torch.Tensor, result: torch.Tensor) -> bool:
         """A parameter may be exchanged for a copy of itself: another dtype, another device."""
         key, new_key = _key_of(source), _key_of(result)
-        if key is None or new_key is None or key == new_key:
-            return
+        if key is None or new_key is None or key == new_key or self._is_handed(key):
+            return False
         original = self._written.get(key)
         if original is None or not original.alive:
-            return
+            return False
         copy = _Memory.of(result)
         copy.regions = original.regions.copied(View.of(source), View.of(result), result.untyped_storage().nbytes())
         copy.digest = digest(result)
         self._written[new_key] = copy
+        return True
 
     # -- what is handed out
 
@@ -242,6 +297,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names_handed.add(name)
         key = _key_of(tensor)
         if key is None or tensor.numel() == 0:
+            self._used_any = True  # what becomes of it can't be told
             return
         memory = self._handed.get(key)
         if memory is not None and not memory.alive:
@@ -253,6 +309,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _settle(self, memory: _Memory) -> None:
         for name, view in memory.handed:
+            self._used_any = self._used_any or memory.regions.touches(view)
             if memory.regions.covers(view):
                 continue
             if not memory.regions.touches(view):
@@ -270,24 +327,34 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in now.values():
             # A parameter that lives on in what was handed out uses it.
             self._used(tensor)
+        states: dict[str, str] = {}
+        changed: dict[str, str] = {}
+        for name, before in self._before.items():
+            current = now.get(name)
+            if current is None:
+                states[name], changed[name] = "changed", "has gone"
+            elif is_plain(current) and tuple(current.shape) != before.shape:
+                states[name] = "changed"
+                changed[name] = f"had shape {list(before.shape)} and has {list(current.shape)}"
+            else:
+                states[name] = self._state(before, current) if math.prod(before.shape) else "empty"
         for memory in self._handed.values():
             self._settle(memory)
         self._handed.clear()
-        filled: list[str] = []
-        missing: list[str] = []
-        touched: list[str] = []
-        unseen = False
-        for name, before in self._before.items():
-            current = now.get(name)
-            state = "filled" if current is None or before.tensor.numel() == 0 else self._state(before, current)
-            (missing if state in ("partly", "untouched") else filled).append(name)
-            if state != "untouched" and before.tensor.numel():
-                touched.append(name)
-            unseen = unseen or state == "unseen"
-        # Where something was written out of our sight, something was used out of our sight.
-        unused = [] if unseen else self._unused
+        unseen = [name for name, state in states.items() if state == "unseen"]
         untaken = [name for name in self._offered if name not in self._names_handed]
-        return Covered(filled, missing, touched, unused, untaken, self._cut)
+        return Covered(
+            filled=[name for name, state in states.items() if state in ("filled", "unseen", "empty")],
+            missing=[name for name, state in states.items() if state in ("partly", "untouched")],
+            touched=[name for name, state in states.items() if state not in ("untouched", "empty")],
+            changed=changed,
+            unseen=unseen,
+            used=self._used_any or bool(unseen) or not (self._names_handed or self._offered),
+            # Where something was written out of our sight, something was used out of our sight.
+            unused=[] if unseen else self._unused,
+            untaken=untaken,
+            cut=self._cut,
+        )
 
     def _state(self, before: _Before, current: torch.Tensor) -> str:
         """``filled``, ``partly``, ``unseen`` (filled out of our sight) or ``untouched``."""
@@ -298,9 +365,11 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if current is not before.tensor or id(current) in self._written_objects:
                 return "filled"
             return "untouched" if _digest(current) == before.digest else "unseen"
+        if self._is_handed(key):
+            return "filled"
         memory = self._written.get(key)
         if memory is None or not memory.alive:
-            return "filled"  # memory that we don't know: somebody put it there
+            return "unseen"  # memory that we don't know: somebody put it there
         view = View.of(current)
         if memory.regions.covers(view):
             return "filled"

@@ -48,12 +48,14 @@ class Transferred:
         extra_memory: Most bytes held at one time beside the model.
         infinities: Parameters in which a cast made new infinities.
         written: Names of the parameters that were written to.
+        warnings: Sentences for the report.
     """
 
     bytes_read: int = 0
     extra_memory: int = 0
     infinities: list[str] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
+    warnings: list[str] = field(default_factory=list)
 
 
 class Transfer:
