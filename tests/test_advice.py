@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weightloaders import Convert, Rename, from_pretrained, load_into, plan_load
+from weightloaders.cli.hints import for_command_line
 from weightloaders.errors import LoaderContractError, PlanError, RuleError
 from weightloaders.mapping.parsing import parse_rules
 from weightloaders.report import LoadReport
@@ -118,6 +119,18 @@ def test_attention_and_mlp_are_told_together_and_what_would_still_be_missing() -
     assert plan_load(model_of(mine), counted(theirs), rules=advised_rules(plan)).missing == [
         f"layers.{i}.norm.weight" for i in range(3)
     ]
+
+
+def test_the_command_line_gives_the_same_rules_in_yaml() -> None:
+    mine = layers({"a.qkv_proj.weight": (16, 8), "m.gate_proj.weight": (12, 8), "m.up_proj.weight": (12, 8)})
+    theirs = layers({
+        **{f"a.{p}.weight": (n, 8) for p, n in zip(QKV, (8, 4, 4), strict=True)}, "m.gate_up_proj.weight": (24, 8),
+    })  # fmt: skip
+    hint = for_command_line(str(plan_load(model_of(mine), counted(theirs)).errors[0].hint))
+    rules = parse_rules(re.sub(r".*with this in the file: ", "", hint))
+    assert "--rules FILE" in hint
+    assert len(rules) == 2
+    assert plan_load(model_of(mine), counted(theirs), rules=rules).ok
 
 
 def test_numbers_of_heads_that_no_config_tells_are_left_to_be_put_in() -> None:

@@ -9,7 +9,11 @@ import re
 _POLICY = re.compile(r"\bon_(missing|unexpected|mismatch)=(?:\{('[^']*'): '(\w+)'\}|'(\w+)')")
 _RENAME = re.compile(r"\brules=\[Rename\(('[^']*'), ('[^']*')\)\]")
 _DROP = re.compile(r"\brules=\[Drop\(('[^']*')\)\]")
-_CONVERT = re.compile(r"\brules=\[Convert\(('[^']*'), ('[^']*'), ('\w+')((?:, \w+=(?:\d+|\[[\d, ]*\]))*)\)\]")
+_PATTERNS = r"'[^']*'|\[[^\]]*\]"
+_CONVERT = re.compile(
+    rf"Convert\(({_PATTERNS}), ({_PATTERNS}), ('\w+')((?:, \w+=(?:\d+|\[[\d, ]*\]|\.\.\.))*)\)(?:, )?"
+)
+_CONVERTS = re.compile(r"\brules=\[((?:Convert\([^()]*\)(?:, )?)+)\]")
 # Options of loaders that are advised by name.
 _OPTION = re.compile(
     r"\b(file_pattern|ignore_index|include_unindexed|key|max_header_bytes|meta_file|variant)=('[^']*'|\w+)"
@@ -25,7 +29,7 @@ def for_command_line(text: str) -> str:
     text = _POLICY.sub(_policy, text)
     text = _RENAME.sub(lambda m: f"--rules FILE, with this in the file: rename: {{{_yaml(m[1])}: {_yaml(m[2])}}}", text)
     text = _DROP.sub(lambda m: f"--rules FILE, with this in the file: drop: [{_yaml(m[1])}]", text)
-    text = _CONVERT.sub(_conversion, text)
+    text = _CONVERTS.sub(_conversions, text)
     text = _OPTION.sub(lambda m: f"--option {m[1]}={m[2].lower() if m[2] == 'True' else m[2]}", text)
     for said, option in _PLAIN.items():
         text = text.replace(said, option)
@@ -37,10 +41,17 @@ def _policy(match: re.Match[str]) -> str:
     return f"--on-{option} {for_all}" if for_all else f"--on-{option} {ast.literal_eval(name)}={decision}"
 
 
+def _conversions(match: re.Match[str]) -> str:
+    # What is left once all that can be said in YAML is taken away, e.g. a function of one's own.
+    if _CONVERT.sub("", match[1]):
+        return match[0]
+    return f"--rules FILE, with this in the file: convert: [{', '.join(map(_conversion, _CONVERT.finditer(match[1])))}]"
+
+
 def _conversion(match: re.Match[str]) -> str:
     source, target, function, sizes = match.groups()
     fields = f"sources: {_yaml(source)}, targets: {_yaml(target)}, function: {ast.literal_eval(function)}"
-    return f"--rules FILE, with this in the file: convert: [{{{fields}{sizes.replace('=', ': ')}}}]"
+    return f"{{{fields}{sizes.replace('=', ': ')}}}"
 
 
 def _yaml(quoted: str) -> str:
