@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 import sys
+import zipfile
 from contextlib import ExitStack
 
 import pytest
@@ -103,6 +104,14 @@ def test_a_known_format_names_the_package_to_install(source, package):
     with pytest.raises(SourceNotFoundError) as caught:
         auto({"a": NO}).choose(source)
     assert caught.value.hint == f"pip install {package}"
+
+
+def test_a_format_that_is_a_zip_file_too_is_not_taken_for_torchs(registry, tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.npz", "w") as archive:
+        archive.writestr("weight.npy", b"")
+    with pytest.raises(CheckpointFormatError, match=r"torch: its format is NumPy's") as caught:
+        registry.resolve("auto", source=str(tmp_path / "model.npz"))
+    assert caught.value.hint == "pip install weightloaders-npz"
 
 
 def test_a_package_that_was_asked_already_is_not_advised():

@@ -303,7 +303,7 @@ def test_a_path_object_is_never_a_repository(folder: Path, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["./absent", "/absent", "~/absent", "a/b/c", "model.safetensors", "a\0b", "hf://", "hf://a/b/c"]
+    "name", ["", "./absent", "/absent", "~/absent", "a/b/c", "model.safetensors", "a\0b", "hf://", "hf://a/b/c"]
 )
 def test_what_can_be_no_repository_is_not_asked_for_on_the_hub(folder: Path, hub: Hub, name: str) -> None:
     with pytest.raises(SourceNotFoundError):

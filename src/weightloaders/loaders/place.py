@@ -73,6 +73,8 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
         SourceNotFoundError: If it can be neither.
     """
     text = as_name(name)
+    if not text:
+        raise SourceNotFoundError("the name of the source is empty", hint="the working directory is called '.'")
     if text.startswith(_SCHEME):
         return _address(text)
     path = Path(text).expanduser()

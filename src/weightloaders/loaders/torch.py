@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weightloaders.errors import OptionsError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
-from weightloaders.weights.file_names import family_of, indexed_name
+from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, suffix_of
 from weightloaders.weights.files import holds_weights, select_files
 from weightloaders.weights.folder import A_FOLDER, kind_of
 
@@ -98,6 +98,9 @@ class TorchLoader(BaseWeightLoader):
                 if family_of(index_of) == "torch"
                 else Probe.no("another's index")
             )
+        if suffix_of(place.name) in OTHER_FORMATS:
+            # Some of these are zip files, too.
+            return Probe.no(f"its format is {OTHER_FORMATS[suffix_of(place.name)]}")
         from weightloaders.weights.torch_zip import is_torch_file
 
         named_so = family_of(place.name) == "torch"
