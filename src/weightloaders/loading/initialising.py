@@ -126,7 +126,7 @@ class Groundwork:
 
     def _initialise(self, names: Mapping[str, Any]) -> None:
         now = _named(self._model)
-        with Coverage({name: now[name] for name in names}) as watch:
+        with Coverage({name: now[name] for name in names}, any_values=True) as watch:
             if _is_transformers(self._model):
                 _initialise_transformers(self._model, set(names))
             else:

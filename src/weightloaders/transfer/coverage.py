@@ -142,14 +142,16 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         tensors: Name -> the parameter or buffer that is to be filled.
+        any_values: Whether new memory counts as filled with whatever values, not only with those of a source.
 
     Attributes:
         last_name: The tensor that was handed out last.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], *, any_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_name: str | None = None
+        self._any_values = any_values
         self._before: dict[str, _Before] = {}
         self._written: dict[int, _Memory] = {}
         self._written_objects: set[int] = set()
@@ -202,7 +204,9 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_view and not any(writes):
             inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if func not in _COPIES or not self._copied(args[0], result):
-                is_filled = func.overloadpacket not in _RAW and any(map(self._has_values, inputs))
+                is_filled = func.overloadpacket not in _RAW and (
+                    any(map(self._has_values, inputs)) or (self._any_values and not inputs)
+                )
                 for leaf in pytree.tree_leaves(result):
                     if isinstance(leaf, torch.Tensor):
                         self._made(leaf, is_filled=is_filled)
