@@ -157,7 +157,12 @@ def prefix_suggestion(names: Collection[str], own: Collection[str]) -> Rename | 
         for prefix, tail in _fronts(name):
             others = own_tails.get(tail, ())
             if others:
-                votes.update((prefix, other) for other in others if other != prefix and len(others) <= _FEW)
+                # One segment ("weight") is no tail to exchange a prefix by: a pooler is no classifier.
+                votes.update(
+                    (prefix, other)
+                    for other in others
+                    if other != prefix and len(others) <= _FEW and ("." in tail or not (prefix and other))
+                )
                 break
     if not votes:
         return None
