@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -298,10 +299,12 @@ def test_a_gap_in_a_model_of_transformers_starts_as_transformers_starts_it(tmp_p
     )  # fmt: skip
     reference = AutoModelForCausalLM.from_config(config)
     tensors = {name: t.clone() for name, t in reference.state_dict().items()}
-    for gap in ("model.layers.0.mlp.up_proj.weight", "model.norm.weight"):
+    for gap, moved in itertools.product(("model.layers.0.mlp.up_proj.weight", "model.norm.weight"), (False, True)):
         rest = {name: t for name, t in tensors.items() if name != gap}
-        with torch.device("meta"):
+        with torch.device("cpu" if moved else "meta"):
             model = AutoModelForCausalLM.from_config(config)
+        # One that had values once carries transformers' marks of that.
+        model.to("meta")
         report = load_into(model, rest, on_missing={gap: "warn"}, progress=False)
         assert report.initialised == [gap]
         value = model.get_parameter(gap).detach()
@@ -323,6 +326,19 @@ def test_a_plan_whose_parameters_had_to_be_replaced_is_carried_out_twice_too(tmp
         with torch.no_grad():
             model.proj.weight.zero_()
     assert len(references) == 4
+
+
+def test_a_parameter_that_grew_after_the_plan_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    save_file(filled(Block()), tmp_path / "m.safetensors")
+    model = Block()
+    plan = plan_load(model, tmp_path / "m.safetensors")
+    model.proj.bias.data = torch.zeros(5)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with pytest.raises((LoadError, PlanError), match=r"proj\.bias") as caught:
+        plan.run(model)
+    assert "make it again" in str(caught.value.hint)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert load_status(model) is None
 
 
 @pytest.mark.parametrize("change", ["another parameter", "another dtype", "one more", "one less", "another model"])

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import nn
 from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.plan import CallStep, ComputeStep, CopyStep, Piece
 from weightloaders.targets import Target
-from weightloaders.transfer import jobs, workspace
+from weightloaders.transfer import engine, jobs, workspace
 from weightloaders.transfer.engine import MAX_THREADS, ProgressEvent, Transfer
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.source import ByteSource, FileSource
@@ -261,6 +262,32 @@ def test_interleaved_rows_are_read_together_and_large_blocks_by_themselves(tmp_p
     assert same(steps[1].target.tensor, up)
     assert sorted(counted.reads) == [(row * 120000, 120000) for row in range(8)]
     assert moved.extra_memory == 0
+
+
+def test_small_pieces_far_apart_are_read_apart(tmp_path: Path) -> None:
+    source = values(1 << 20)
+    write(tmp_path / "f", source, gap=0)
+    counted = Counted(FileSource(tmp_path / "f"))
+    info = TensorInfo("w", torch.float32, (1 << 20,), Extent(counted, 0))
+    parameter = torch.zeros(30)
+    starts = (0, 100, 1_000_000)
+    Transfer([CopyStep(target(parameter), tuple(Piece(info, s, 10 * i, 10) for i, s in enumerate(starts)))]).run()
+    assert same(parameter, torch.cat([source[s : s + 10] for s in starts]))
+    assert sorted(counted.reads) == [(0, 440), (4_000_000, 40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_pieces_of_one_size_need_not_start_at_multiples_of_it(tmp_path: Path, dtype: torch.dtype, shift: int) -> None:
+    source = values(200)
+    info = stored(tmp_path / "f", source)
+    starts = [(7 * i) % 60 * 3 + (shift if i else 0) for i in range(20)]
+    parameter = torch.zeros(60 + shift, dtype=dtype)
+    pieces = [Piece(info, s, 3 * i, 3) for i, s in enumerate(starts)]
+    pieces += [Piece(info, 0, 60, 1)] if shift else []
+    Transfer([CopyStep(target(parameter), tuple(pieces))]).run()
+    expected = torch.cat([source[s : s + 3] for s in starts] + ([source[:1]] if shift else []))
+    assert same(parameter, expected.to(dtype))
 
 
 def test_pieces_that_do_not_make_up_their_parameter_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -754,6 +781,36 @@ def test_buffers_are_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, monke
     moved = Transfer([whole(stored(tmp_path / "f", expected), parameter)]).run()
     assert same(parameter, expected.bfloat16())
     assert 0 < moved.extra_memory <= MAX_THREADS * 1024
+
+
+def test_files_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_THREADS", 1)
+    expected = [values(50, seed=i) for i in range(6)]
+    offsets = write(tmp_path / "f", *expected)
+    counted = Counted(FileSource(tmp_path / "f"))
+    steps = [
+        whole(TensorInfo(str(i), torch.float32, (50,), Extent(counted, offsets[i])), torch.zeros(50), str(i))
+        for i in (3, 0, 5, 1, 4, 2)
+    ]
+    Transfer(steps).run()
+    assert [offset for offset, _ in counted.reads] == offsets
+
+
+def test_one_tensor_at_a_time_is_held_and_none_afterwards() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def read() -> torch.Tensor:
+        assert not any(reference() is not None for reference in made), "the one before is still held"
+        tensor = values(100)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    infos = [TensorInfo(str(i), torch.float32, (100,), read=read) for i in range(5)]
+    transfer = Transfer([whole(info, torch.zeros(100), info.name) for info in infos])
+    moved = transfer.run()
+    assert moved.extra_memory == 400
+    assert len(made) == 5
+    assert all(reference() is None for reference in made)
 
 
 def test_transfers_in_several_threads_do_not_disturb_each_other(

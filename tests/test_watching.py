@@ -25,6 +25,7 @@ from weightloaders import (
     open_weights,
 )
 from weightloaders.errors import CoverageError, HalfLoadedModelError, LoadError, PlanError
+from weightloaders.loading.context import LoadContext, current_context, within
 from weightloaders.targets import Targets
 from weightloaders.testing.isolation import isolated_registry
 from weightloaders.transfer.coverage import Coverage
@@ -510,6 +511,32 @@ def test_what_could_not_be_watched_is_named_in_the_report(where: str) -> None:
     assert any("filled weight in a way that can't be watched" in warning for warning in report.warnings)
 
 
+def test_looking_at_a_parameter_from_another_side_does_not_fill_it() -> None:
+    def look(model: nn.Module, weights: Any) -> None:
+        for name, tensor in model.state_dict().items():
+            if name == "layers.0.q_proj.weight":
+                tensor.t_().unsqueeze_(0).squeeze_(0).detach_()
+                tensor.t().view(36).sum()
+            else:
+                tensor.copy_(weights[name])
+
+    with pytest.raises(CoverageError) as caught:
+        load_into(Model(), "anywhere", loader=own(look), progress=False)
+    assert caught.value.missing == ("layers.0.q_proj.weight",)
+
+
+def test_values_that_were_there_already_count_where_nothing_tells_that_they_were_written_again() -> None:
+    with torch.inference_mode():
+        model = zeroed(Model())
+    given = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+
+    class Zeros(Super):
+        def get_weights(self, model_name_or_path: str) -> Any:
+            return given
+
+    assert load_into(model, "anywhere", loader=Zeros, progress=False).missing == []
+
+
 # ------------------------------------------------------------------ sources cut to fit
 
 
@@ -553,6 +580,19 @@ def test_a_view_of_what_was_handed_out_that_lives_on_as_the_parameter_counts_as_
     load_into(Model(), "anywhere", loader=own(by_view), progress=False)
     with pytest.raises(CoverageError, match="only a part"):
         load_into(Model(), "anywhere", loader=own(by_view, larger), progress=False)
+
+
+def test_of_two_names_for_one_memory_one_may_be_left_alone() -> None:
+    def given() -> Any:
+        tensors = reference()
+        memory = torch.cat([tensors["head.weight"], torch.zeros(5, 6)])
+        return {**tensors, "head.weight": memory[:10], "head.padded": memory}
+
+    def load(model: nn.Module, weights: Any) -> None:
+        model.load_state_dict(weights, strict=False)
+
+    report = load_into(Model(), "anywhere", loader=own(load, given), progress=False)
+    assert report.missing == []
 
 
 def test_tensors_that_were_used_are_not_called_unexpected() -> None:
@@ -707,6 +747,28 @@ def test_a_failure_in_foreign_code_names_it_the_tensor_and_what_was_written() ->
         list(reference())[: list(reference()).index("layers.0.q_proj.bias")]
     )
     assert load_status(model) == "failed"
+
+
+def test_what_is_said_of_one_model_by_its_parameters_names_is_not_said_of_another() -> None:
+    model, other = Model(), nn.Linear(2, 2)
+    context = LoadContext(dtypes={"weight": torch.float64}, loader="mine")
+    with within(context, model):
+        assert current_context(model) is context
+        for part in (other, model.layers):
+            assert current_context(part) == context.changed(dtypes={})
+        with within(LoadContext(), model):
+            assert current_context(model).loader is None
+        assert current_context(model) is context
+    assert current_context(model).dtypes == {}
+
+
+def test_a_failure_with_a_whole_dict_at_hand_blames_no_tensor_of_it() -> None:
+    def fail(model: nn.Module, weights: Any) -> None:
+        raise RuntimeError("no such thing")
+
+    with pytest.raises(LoadError, match=r"Own\.load_weights failed: RuntimeError") as caught:
+        load_into(Model(), "anywhere", loader=own(fail), progress=False)
+    assert caught.value.tensor is None
 
 
 def test_foreign_code_that_fails_before_it_writes_leaves_a_usable_model() -> None:
