@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.errors import ConfigError
+from torch import nn
+
+from weightloaders.errors import ConfigError, ModelError, SaveError
 from weightloaders.loaders.place import as_name
 from weightloaders.loading import LoadContext, check_usable, get_weights, is_borrowed, make_plan
 from weightloaders.mapping.parsing import parse_rules
@@ -15,13 +17,13 @@ from weightloaders.prepare import load_context, load_from, prepare, resolve_load
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.targets import Targets
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
+from weightloaders.weights.texts import brief
 from weightloaders.weights.weights import Weights, as_catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     import torch
-    from torch import nn
 
     from weightloaders.loading.context import Verify
     from weightloaders.plan import LoadPlan
@@ -46,7 +48,10 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         SourceError: If the source is not there or not whole.
         RegistryError: If there is no such loader.
         OptionsError: If the options don't suit the loader.
+        ConfigError: If the source is no path or name.
     """
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a source is a str or a Path, not {_a(source)}", hint="weights themselves need no opening")
     name = as_name(source)
     found = WeightLoaderRegistry.resolve(loader, kwargs, source=name)
     return as_catalogue(get_weights(found, name), borrowed=is_borrowed(found, name))
@@ -206,8 +211,15 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
 
     Raises:
         HalfLoadedModelError: If the last load into the model failed on the way.
+        ModelError: If the model is none.
+        ConfigError: If the size is none.
         SaveError: If something can't be written; what was there before stays.
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a model is an nn.Module that was made, not {_a(model)}")
+    if not isinstance(path, str | Path):
+        raise SaveError(f"weights are saved to a str or a Path, not {_a(path)}", hint='e.g. "./folder"')
+    shard_size = parse_size(max_shard_size)
     check_usable(model)
     targets = Targets(model)
     # Safetensors refuses two names for one memory, and who reads the file ties them again.
@@ -219,7 +231,7 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
     if path.suffix == ".safetensors":
         write_safetensors(path, infos, tensors.__getitem__, metadata)
         return (path,)
-    return write_sharded(path, infos, tensors.__getitem__, max_shard_size=parse_size(max_shard_size), metadata=metadata)
+    return write_sharded(path, infos, tensors.__getitem__, max_shard_size=shard_size, metadata=metadata)
 
 
 def safetensors_weights_iterator(
@@ -262,6 +274,11 @@ class _Described:
         self.name, self.dtype, self.shape = name, dtype, shape
 
 
+def _a(value: Any) -> str:
+    """What somebody gave instead of what was asked for."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"{brief(value)} ({type(value).__name__})"
+
+
 def parse_size(size: int | str) -> int:
     """Bytes from a number or a text like ``"5GB"`` or ``"500 MiB"``.
 
@@ -270,8 +287,10 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    # Of a number with more digits a float might be infinite.
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(size))
     unit = _UNITS.get(match.group(2).upper()) if match else None
-    if match is None or unit is None or float(match.group(1)) <= 0:
+    nbytes = int(float(match.group(1)) * unit) if match and unit else 0
+    if nbytes < 1:
         raise ConfigError(f"{size!r} is no size", hint="e.g. 5000000000, '5GB' or '500 MiB'")
-    return int(float(match.group(1)) * unit)
+    return nbytes

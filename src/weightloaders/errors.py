@@ -37,10 +37,21 @@ Each carries ``file``, ``tensor``, ``plugin`` and ``hint`` for programs, and the
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+# Names of files and tensors come from outside, and may be as long as whoever made them pleased. (A file's own name has
+# at most 255 bytes; what is cut here is longer than any path that people use.)
+_LONG_WORD = re.compile(r"\S{513,}")
+
+
+def _cut(word: re.Match[str]) -> str:
+    text = word[0]
+    return f"{text[:200]}…({len(text):,} characters)…{text[-50:]}"
 
 
 class WeightLoadersError(Exception):
@@ -85,7 +96,7 @@ class WeightLoadersError(Exception):
                 lines.append(f"  {label}: {value}")
         if self.hint:
             lines.append(f"  what to do: {self.hint}")
-        return "\n".join(lines)
+        return _LONG_WORD.sub(_cut, "\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Keyword-only arguments do not survive the default pickling, and errors cross process borders.

@@ -67,12 +67,13 @@ def main() -> None:
 @contextlib.contextmanager
 def _ending_cleanly() -> Iterator[None]:
     """Have the program, when it is told to end, undo what it has begun, as it does after Ctrl-C."""
-    told: list[int] = []
+    status = 0
 
     def end(number: int, _: object) -> None:
+        nonlocal status
         # Once is enough: another shall not disturb the undoing.
-        if not told:
-            told.append(number)
+        if not status:
+            status = 128 + number
             raise KeyboardInterrupt
 
     for name in ("SIGTERM", "SIGHUP"):
@@ -83,6 +84,6 @@ def _ending_cleanly() -> Iterator[None]:
     try:
         yield
     except (SystemExit, KeyboardInterrupt):
-        if told:
-            raise SystemExit(128 + told[0]) from None
+        if status:
+            raise SystemExit(status) from None
         raise

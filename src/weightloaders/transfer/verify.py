@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import ConfigError, LoadError, SourceReadError
+from weightloaders.weights.folder import real_path
+from weightloaders.weights.texts import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 24
+# A line takes a hundred bytes, so this lists far more files than any checkpoint has.
+_MAX_LIST_BYTES = 1 << 24
 
 
 def check_finite(targets: Iterable[Target]) -> None:
@@ -54,6 +59,7 @@ def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
     Raises:
         ConfigError: If it isn't known which file a tensor comes from, so that nothing could be checked.
         SourceReadError: If a file has another sha256, or none is known for it. Nothing was touched.
+        SourceError: If what should list the checksums is no text file.
     """
     infos = list(infos)
     from_nowhere = next((info.name for info in infos if info.numel and not info.extents), None)
@@ -87,16 +93,18 @@ def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
 
 
 def expected_sha256(path: Path) -> str | None:
-    """The sha256 that is known for a file, if any is."""
-    resolved = path.resolve().name
+    """The sha256 that is known for a file, if any is.
+
+    Raises:
+        SourceError: If a file that should say it can't be read.
+    """
+    resolved = real_path(path).name
     if _SHA256.fullmatch(resolved):
         return resolved
-    for manifest in (path.with_name(path.name + ".sha256"), path.with_name("SHA256SUMS")):
-        try:
-            lines = manifest.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
+    for manifest in (path.parent / f"{path.name}.sha256", path.parent / "SHA256SUMS"):
+        if not os.path.lexists(manifest):
             continue
-        for line in lines:
+        for line in read_text(manifest, _MAX_LIST_BYTES).splitlines():
             digest, _, name = line.strip().partition(" ")
             alone = manifest.name != "SHA256SUMS" and not name.strip()
             if _SHA256.fullmatch(digest) and (alone or name.strip().lstrip("*") == path.name):

@@ -1,24 +1,34 @@
 """Files that appear whole or not at all: written aside, made durable, then moved to where they belong.
 
 What is replaced stays readable for whoever has it open, so a checkpoint can be saved over the one it was loaded from.
+One save at a time has a place to itself; what a killed one left there is removed by the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import os
+import re
 import secrets
 import shutil
 import sys
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import SaveError, WeightLoadersError
+from weightloaders.weights.locks import locked
 from weightloaders.weights.source import close_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
     from typing import BinaryIO
+
+# Within what is written aside: the old files, while the new ones take their places.
+_REPLACED = "replaced"
+# What file systems allow, less what is added to it.
+_MAX_NAME_BYTES = 200
 
 
 @contextlib.contextmanager
@@ -50,15 +60,16 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
         The file, open for writing, in the same folder under a name of its own.
 
     Raises:
-        SaveError: If it can't be made, made durable or moved.
+        SaveError: If it can't be made, made durable or moved, or somebody else is saving there.
     """
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with saving(path):
         # Asked before hours of writing: a folder can't be replaced by a file.
         if path.is_dir():
             raise SaveError(f"can't save {path}: it is a folder", file=path)
-        file = aside.open("xb")
-    try:
+        place = _beside(path)
+    with _place_aside(path.parent, place, path) as aside:
+        with saving(path):
+            file = aside.open("xb")
         with file:
             yield file
         with saving(path):
@@ -66,10 +77,6 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
                 shutil.copymode(path, aside)
             _release_open_files()
             aside.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
     _make_moves_durable(path.parent)
 
 
@@ -86,23 +93,58 @@ def replaced_files(folder: Path, is_outdated: Callable[[str], bool]) -> Iterator
         An empty folder to write the new files into, on the same file system.
 
     Raises:
-        SaveError: If something can't be made or moved. The folder is then as it was.
+        SaveError: If something can't be made or moved, or somebody else is saving there. The folder is then as it was.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    stage = folder / f".saving-{secrets.token_hex(8)}"
-    try:
+    with made_folder(folder), _place_aside(folder, "", folder) as stage:
         with saving(folder):
-            stage.mkdir(parents=True)
+            stage.mkdir()
         yield stage
         with saving(folder):
             _exchange(stage, folder, is_outdated)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears under its name, with all that is in it, when the block ends well; otherwise it is gone.
+
+    Args:
+        path: The folder to make; nothing may be there. The folder that it lies in is made where it does not exist.
+
+    Yields:
+        The folder, beside its place under a name of its own.
+
+    Raises:
+        SaveError: If it can't be made or moved, or somebody else is saving there.
+    """
+    with saving(path):
+        place = _beside(path)
+    with made_folder(path.parent), _place_aside(path.parent, place, path) as stage:
+        with saving(path):
+            stage.mkdir()
+        yield stage
+        with saving(path):
+            _move(stage, path)
+    _make_moves_durable(path.parent)
+
+
+@contextlib.contextmanager
+def made_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and those it lies in, where they do not exist; if the block fails, they go again.
+
+    Raises:
+        SaveError: If it can't be made.
+    """
+    with saving(folder):
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        with saving(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        yield
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
         for path in missing:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 path.rmdir()
         raise
-    shutil.rmtree(stage, ignore_errors=True)
 
 
 def _exchange(stage: Path, folder: Path, is_outdated: Callable[[str], bool]) -> None:
@@ -118,18 +160,25 @@ def _exchange(stage: Path, folder: Path, is_outdated: Callable[[str], bool]) -> 
     else:
         # All of the old go before any of the new comes. Whoever looks (or a crash) in between finds too few tensors,
         # which every loader notices, and never a mixture of two checkpoints.
-        aside = stage / "replaced"
+        aside = stage / _REPLACED
         aside.mkdir()
         moves = [(folder / name, aside / name) for name in old] + [(stage / name, folder / name) for name in new]
         try:
             for origin, target in moves:
-                origin.rename(target)
+                _move(origin, target)
         except BaseException:
             for origin, target in reversed(moves):
                 if os.path.lexists(target) and not os.path.lexists(origin):
                     target.rename(origin)
             raise
     _make_moves_durable(folder)
+
+
+def _move(origin: Path, target: Path) -> None:
+    # Renaming would replace it without a word: what another program, which knows no lock of ours, saved meanwhile.
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, f"{target.name} is in the way, and is not of an earlier save")
+    origin.rename(target)
 
 
 def make_durable(file: BinaryIO) -> None:
@@ -152,3 +201,62 @@ def _release_open_files() -> None:
     # Windows moves nothing onto a file that is open; elsewhere an open file outlives its name, and stays readable.
     if sys.platform == "win32":
         close_files()
+
+
+# ------------------------------------------------------------------ one at a time
+
+
+@contextlib.contextmanager
+def _place_aside(folder: Path, place: str, shown: Path) -> Iterator[Path]:
+    """A path to make something at, while nobody else saves to the same place; what is there at the end is removed.
+
+    Args:
+        folder: Where the path is to lie.
+        place: Names the place in its name: the same for all who save there, and for nobody else.
+        shown: What is being saved, for messages.
+    """
+    with contextlib.ExitStack() as held:
+        with saving(shown):
+            try:
+                alone = held.enter_context(locked(folder / f"{place}.saving.lock"))
+            except BlockingIOError as error:
+                raise SaveError(
+                    f"can't save {shown}: somebody else is saving there at this moment",
+                    file=shown,
+                    hint="wait until that is done; of several processes with the same weights, let one save them",
+                ) from error
+        # Nobody else is at work, so whatever looks so was left by one who was killed.
+        dead = _made_for(folder, place) if alone else []
+        for path in dead:
+            # The old files that it had taken away stay until there are new ones.
+            if not (path / _REPLACED).exists():
+                _remove(path)
+        aside = folder / f"{place}.saving-{secrets.token_hex(8)}"
+        try:
+            yield aside
+            for path in dead:
+                _remove(path)
+        finally:
+            _remove(aside)
+
+
+def _made_for(folder: Path, place: str) -> list[Path]:
+    name = re.compile(re.escape(place) + r"\.saving-[0-9a-f]{16}")
+    # A folder may be closed to being listed, and open to being written to.
+    with contextlib.suppress(OSError):
+        return [path for path in folder.iterdir() if name.fullmatch(path.name)]
+    return []
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _beside(path: Path) -> str:
+    """How the names begin of what is put beside a path for its sake."""
+    name = os.fsencode(path.name)
+    return f".{path.name if len(name) <= _MAX_NAME_BYTES else hashlib.sha256(name).hexdigest()}"

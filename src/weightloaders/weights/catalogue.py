@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import DuplicateTensorError, IncompleteCheckpointError
 from weightloaders.weights.reading import same_values
 from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_safetensors
-from weightloaders.weights.source import FileSource
+from weightloaders.weights.source import FileSource, close_files
 from weightloaders.weights.torch_zip import read_torch
 from weightloaders.weights.weights import Weights
 
@@ -61,7 +62,9 @@ def catalogue(
     metadata: dict[str, str] = {}
     for content in contents.values():
         metadata = {**content.metadata, **metadata}
-    return Weights.describe(infos, metadata=metadata, skipped_files=selection.skipped, notes=notes)
+    # By name, for not every tensor says where it is read from: sparse and compressed ones have no extents.
+    close = partial(close_files, frozenset(str(selection.folder / file) for file in selection.files))
+    return Weights.describe(infos, close, metadata=metadata, skipped_files=selection.skipped, notes=notes)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import CheckpointFormatError, SourceNotFoundError, SourceReadError, UnsafeCheckpointError
+from weightloaders.errors import SourceNotFoundError, SourceReadError, UnsafeCheckpointError
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.texts import read_small_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,19 +73,7 @@ class FolderListing:
     def read(self, name: str) -> bytes:
         """The content of an index."""
         self.check_links([name])
-        path = self.folder / name
-        problem = kind_of(path)
-        if problem is not None:
-            raise SourceNotFoundError(f"{path} {problem}", file=path)
-        try:
-            size = path.stat().st_size
-            if size > MAX_INDEX_BYTES:
-                raise CheckpointFormatError(
-                    f"{name} has {size:,} bytes, more than an index may have ({MAX_INDEX_BYTES:,})", file=path
-                )
-            return path.read_bytes()
-        except OSError as error:
-            raise SourceReadError(f"can't read {path}: {error.strerror or error}", file=path) from error
+        return read_small_file(self.folder / name, MAX_INDEX_BYTES)
 
     def subfolders_with_weights(self) -> list[str]:
         """Sub-folders in which files look like weights."""
@@ -114,7 +103,7 @@ class FolderListing:
             path = self.folder / file
             if not _stays_within(path, repository):
                 raise UnsafeCheckpointError(
-                    f"{path} is a link to {path.resolve()}, outside the blobs of its own repository",
+                    f"{path} is a link to {real_path(path)}, outside the blobs of its own repository",
                     file=path,
                     hint="the cache was tampered with: delete this snapshot and download it again",
                 )
@@ -129,7 +118,7 @@ def kind_of(path: Path) -> str | None:
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
-        if path.is_symlink():
+        if os.path.islink(path):  # noqa: PTH114 -- unlike the other, it bears names that no file can have
             return _DEAD_LINK
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return "is not there"
@@ -139,10 +128,15 @@ def kind_of(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "is not a regular file"
 
 
+def real_path(path: Path) -> Path:
+    """Where a path leads, all links followed; unlike `Path.resolve`, of links that lead in a circle, too."""
+    return Path(os.path.realpath(path))
+
+
 def _repository_of(folder: Path) -> Path | None:
     """The repository's folder in the hub's cache, if this is (within) one of its snapshots."""
     # As written as well as resolved: either alone could be talked out of it by a link on the way.
-    for path in (Path(os.path.abspath(folder)), folder.resolve()):  # noqa: PTH100 -- links must stay unresolved here
+    for path in (Path(os.path.abspath(folder)), real_path(folder)):  # noqa: PTH100 -- links must stay unresolved here
         for parent in (path, *path.parents):
             if parent.parent.name == "snapshots" and _REPOSITORY_FOLDER.fullmatch(parent.parent.parent.name):
                 return parent.parent.parent
@@ -150,13 +144,13 @@ def _repository_of(folder: Path) -> Path | None:
 
 
 def _stays_within(path: Path, repository: Path) -> bool:
-    target = path.resolve()
-    blobs = (repository / "blobs").resolve()
-    if target.is_relative_to(blobs) or target.is_relative_to(repository.resolve() / "snapshots"):
+    target = real_path(path)
+    blobs = real_path(repository / "blobs")
+    if target.is_relative_to(blobs) or target.is_relative_to(real_path(repository) / "snapshots"):
         return True
-    store = repository.resolve().parent / "blobs"
+    store = real_path(repository).parent / "blobs"
     # The shared store is reached through the repository's own blob, which is then a link itself.
     if not (store / _SHARED_STORE_MARK).is_file() or not path.is_symlink():
         return False
-    own_blob = Path(os.path.normpath(path.parent.resolve() / os.readlink(path)))  # noqa: PTH115 -- the first step only
-    return own_blob.is_relative_to(blobs) and target.is_relative_to(store.resolve())
+    own_blob = Path(os.path.normpath(real_path(path.parent) / os.readlink(path)))  # noqa: PTH115 -- the first step only
+    return own_blob.is_relative_to(blobs) and target.is_relative_to(real_path(store))

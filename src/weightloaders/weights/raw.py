@@ -24,12 +24,14 @@ import torch
 from weightloaders.errors import CheckpointFormatError, DuplicateTensorError, OptionsError, SaveError
 from weightloaders.weights.atomic import make_durable, replaced_files, saving
 from weightloaders.weights.info import ByteOrder, Extent, TensorInfo
-from weightloaders.weights.reading import memory_of
+from weightloaders.weights.reading import enough_memory, memory_of
 from weightloaders.weights.sniff import describe_content
+from weightloaders.weights.texts import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+    from typing import BinaryIO
 
     from weightloaders.weights.source import ByteSource
 
@@ -223,28 +225,66 @@ def write_raw(folder: Path, infos: Iterable[TensorInfo], tensors: Callable[[str]
     Raises:
         SaveError: If a name can't stand in ``meta.txt``, a tensor is not what its info says, or writing fails.
     """
-    lines: dict[str, str] = {}
+    draft = RawFolder(folder, infos)
     with replaced_files(folder, {DATA_FILE, META_FILE}.__contains__) as stage:
-        with saving(folder), (stage / DATA_FILE).open("xb") as file:
-            for info in infos:
-                if info.name in lines:
-                    raise SaveError(f"two tensors are named {info.name!r}", file=folder, tensor=info.name)
-                lines[info.name] = _line_for(info, folder)
-                values = _plain(tensors(info.name), info, folder)
-                file.write(memory_of(values))
+        draft.write(stage, tensors)
+
+
+class RawFolder:
+    """The two files before they are written.
+
+    Args:
+        folder: Where they are to lie in the end, for messages.
+        infos: As for `write_raw`.
+
+    Raises:
+        SaveError: If a name can't stand in ``meta.txt``, or occurs twice, or a dtype has no raw values.
+    """
+
+    def __init__(self, folder: Path, infos: Iterable[TensorInfo]) -> None:
+        self._folder = folder
+        self._infos = list(infos)
+        lines: dict[str, str] = {}
+        for info in self._infos:
+            if info.name in lines:
+                raise SaveError(f"two tensors are named {info.name!r}", file=folder, tensor=info.name)
+            lines[info.name] = _line_for(info, folder)
+        self._meta = "".join(f"{line}\n" for line in lines.values()).encode()
+
+    def write(self, stage: Path, tensors: Callable[[str], torch.Tensor]) -> None:
+        """Write both into a folder, and have the disk hold them; raises as `write_raw`."""
+        with saving(self._folder):
+            file = (stage / DATA_FILE).open("xb")
+        with file:
+            for info in self._infos:
+                self._write_tensor(file, tensors(info.name), info)
+            with saving(self._folder):
+                make_durable(file)
+        with saving(self._folder), (stage / META_FILE).open("xb") as file:
+            file.write(self._meta)
             make_durable(file)
-        with saving(folder), (stage / META_FILE).open("xb") as file:
-            file.write("".join(f"{line}\n" for line in lines.values()).encode())
-            make_durable(file)
+
+    def _write_tensor(self, file: BinaryIO, tensor: torch.Tensor, info: TensorInfo) -> None:
+        # A function of its own: when it returns, the tensor is let go before the next one is asked for.
+        with enough_memory(info.name, info.nbytes, SaveError, file=self._folder):
+            values = _plain(tensor, info, self._folder)
+        with saving(self._folder):
+            file.write(memory_of(values))
 
 
 def _line_for(info: TensorInfo, folder: Path) -> str:
     dtype = str(info.dtype).removeprefix("torch.")
     line = f"{info.name}:{','.join(map(str, info.shape))}" + ("" if info.dtype == DEFAULT_DTYPE else f":{dtype}")
-    if not info.name or info.name != info.name.strip() or "\n" in info.name or info.name.startswith(("#", "\ufeff")):
+    if (
+        not info.name
+        or info.name != info.name.strip()
+        or "\n" in info.name
+        or info.name.startswith(("#", "\ufeff"))
+        or not is_text(info.name)
+    ):
         raise SaveError(
             f"the name {info.name!r} can't stand in {META_FILE}: names begin and end with a visible character other "
-            "than '#', and are of one line",
+            "than '#', and are of one line of text",
             file=folder,
             tensor=info.name,
         )

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import re
 from typing import TYPE_CHECKING
 
 import torch
 
-from weightloaders.errors import LoaderContractError
+from weightloaders.errors import LoaderContractError, SourceReadError, WeightLoadersError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from weightloaders.weights.info import Extent, TensorInfo
+
+# How torch's allocators say it; the error is a bare RuntimeError.
+_NO_MEMORY = re.compile("allocate memory|not enough memory|out of memory", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def enough_memory(
+    tensor: str, nbytes: int, error: type[WeightLoadersError] = SourceReadError, file: object | None = None
+) -> Iterator[None]:
+    """Turn a lack of memory within the block into an error that names the tensor.
+
+    Args:
+        tensor: The tensor that memory is needed for.
+        nbytes: Its size.
+        error: What is raised.
+        file: The file that it comes from or goes to.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as lack:
+        ours = isinstance(lack, WeightLoadersError)
+        if ours or not (isinstance(lack, MemoryError) or _NO_MEMORY.search(str(lack))):
+            raise
+        raise error(
+            f"there is not enough memory for tensor {tensor!r}, which takes {nbytes:,} bytes", file=file, tensor=tensor
+        ) from lack
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -34,35 +64,56 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
     """The tensor, in memory that only the caller holds (for a tensor with `read`: what that returned).
 
     Raises:
-        SourceReadError: If its bytes can't be read.
-        LoaderContractError: If ``read`` returned another dtype or shape than the catalogue says.
+        SourceReadError: If its bytes can't be read, or there is no memory for them.
+        LoaderContractError: If ``read`` returned something else than the catalogue says.
     """
     if info.read is not None:
         return checked_read(info)
-    if len(info.extents) == 1:
-        return read_extent(info.extents[0]).to(info.dtype)
-    result = torch.empty(info.shape, dtype=info.dtype)
-    for extent in info.extents:
-        box_of(result, extent).copy_(read_extent(extent))
-    return result
+    with enough_memory(info.name, info.nbytes, file=info.extents[0].source.name if info.extents else None):
+        if len(info.extents) == 1:
+            return read_extent(info.extents[0]).to(info.dtype)
+        result = torch.empty(info.shape, dtype=info.dtype, device="cpu")
+        for extent in info.extents:
+            box_of(result, extent).copy_(read_extent(extent))
+        return result
 
 
 def checked_read(info: TensorInfo) -> torch.Tensor:
-    """Call ``info.read`` and hold what it returned against what the catalogue says."""
+    """Call ``info.read`` and hold what it returned against what the catalogue says; a sparse tensor is made dense.
+
+    Raises:
+        LoaderContractError: If it is something else, or has no values.
+        SourceReadError: If there is no memory for it.
+    """
     if info.read is None:
         raise LoaderContractError(f"tensor {info.name!r} has no `read`", tensor=info.name)
-    tensor = info.read()
-    if not isinstance(tensor, torch.Tensor):
-        raise LoaderContractError(
-            f"`read` of tensor {info.name!r} returned a {type(tensor).__name__}, not a tensor", tensor=info.name
-        )
-    if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
-        raise LoaderContractError(
-            f"`read` of tensor {info.name!r} returned {list(tensor.shape)} {tensor.dtype}, "
-            f"but the catalogue says {list(info.shape)} {info.dtype}",
-            tensor=info.name,
-        )
-    return tensor
+    with enough_memory(info.name, info.nbytes):
+        tensor = info.read()
+        if not isinstance(tensor, torch.Tensor):
+            raise LoaderContractError(
+                f"`read` of tensor {info.name!r} returned a {type(tensor).__name__}, not a tensor", tensor=info.name
+            )
+        problem = no_plain_values(tensor)
+        if problem is not None:
+            raise LoaderContractError(
+                f"`read` of tensor {info.name!r} returned a tensor that {problem}", tensor=info.name
+            )
+        if tuple(tensor.shape) != info.shape or tensor.dtype != info.dtype:
+            raise LoaderContractError(
+                f"`read` of tensor {info.name!r} returned {list(tensor.shape)} {tensor.dtype}, "
+                f"but the catalogue says {list(info.shape)} {info.dtype}",
+                tensor=info.name,
+            )
+        return tensor if tensor.layout is torch.strided else tensor.detach().to_dense()
+
+
+def no_plain_values(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being one box of values, as a predicate; None if nothing does."""
+    if tensor.is_nested:
+        return "is nested: several tensors of different shapes in one"
+    if tensor.is_meta:
+        return "is on the meta device, and so has no values"
+    return None
 
 
 def box_of(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
@@ -77,12 +128,12 @@ def read_extent(extent: Extent) -> torch.Tensor:
     shape, strides = extent.shape or (), extent.strides or ()
     dtype = extent.stored_dtype
     if extent.is_contiguous or 0 in shape:
-        flat = torch.empty(shape, dtype=dtype)
+        flat = torch.empty(shape, dtype=dtype, device="cpu")
         if not flat.numel():
             return flat
         extent.source.read_into(memory_of(flat), extent.offset)
         return native_order(flat, extent)
-    span = torch.empty(extent.length // dtype.itemsize, dtype=dtype)
+    span = torch.empty(extent.length // dtype.itemsize, dtype=dtype, device="cpu")
     extent.source.read_into(memory_of(span)[: span.numel() * dtype.itemsize], extent.offset)
     return native_order(span, extent).as_strided(shape, strides).contiguous()
 

@@ -20,9 +20,10 @@ import torch
 from weightloaders.errors import CheckpointFormatError, SaveError
 from weightloaders.weights.atomic import make_durable, replaced_file, replaced_files, saving
 from weightloaders.weights.info import HOST_BYTEORDER, Extent, TensorInfo
-from weightloaders.weights.reading import memory_of, swap_bytes
+from weightloaders.weights.reading import enough_memory, memory_of, swap_bytes
 from weightloaders.weights.safetensors_header import DTYPES, METADATA, NotAHeaderError, parse_header
 from weightloaders.weights.sniff import SAFETENSORS, advice, describe_content
+from weightloaders.weights.texts import is_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -165,9 +166,7 @@ def write_safetensors(
         SaveError: If something can't be stored in this format, a tensor is not what ``infos`` says, or writing fails.
     """
     path = Path(path)
-    rows = [_row(info) for info in infos]
-    _check_names(rows)
-    draft = _Draft(rows, metadata)
+    draft = _Draft(_rows(infos), metadata)
     with replaced_file(path) as file:
         draft.write(file, tensors, path)
 
@@ -200,27 +199,63 @@ def write_sharded(
         SaveError: As `write_safetensors`.
     """
     folder = Path(folder)
-    rows = [_row(info) for info in infos]
-    _check_names(rows)
-    shards = _in_shards(rows, max_shard_size)
-    count = len(shards)
-    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [_SINGLE_FILE]
-    # The headers first: what can't be stored is found before anything is written.
-    drafts = [_Draft(shard, {"format": "pt"} if metadata is None else metadata) for shard in shards]
+    draft = SafetensorsFolder(folder, infos, max_shard_size=max_shard_size, metadata=metadata)
     with replaced_files(folder, lambda name: _LAYOUT.fullmatch(name) is not None) as stage:
-        for name, draft in zip(files, drafts, strict=True):
-            with saving(folder / name):
+        draft.write(stage, tensors)
+    return tuple(folder / name for name in draft.files)
+
+
+class SafetensorsFolder:
+    """The files of a folder in the hub's layout before they are written.
+
+    Args:
+        folder: Where they are to lie in the end, for messages.
+        infos: As for `write_sharded`.
+        max_shard_size: As for `write_sharded`.
+        metadata: As for `write_sharded`.
+
+    Attributes:
+        files: Their names, the index last.
+
+    Raises:
+        SaveError: If something can't be stored in this format.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        infos: Iterable[Described],
+        *,
+        max_shard_size: int = 5 * 10**9,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        rows = _rows(infos)
+        shards = _in_shards(rows, max_shard_size)
+        count = len(shards)
+        names = (
+            [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [_SINGLE_FILE]
+        )
+        self._folder = folder
+        self._drafts = [_Draft(shard, {"format": "pt"} if metadata is None else metadata) for shard in shards]
+        self._index: bytes | None = None
+        self.files = names
+        if count > 1:
+            weight_map = {row.name: name for name, shard in zip(names, shards, strict=True) for row in shard}
+            index = {"metadata": {"total_size": sum(row.nbytes for row in rows)}, "weight_map": weight_map}
+            self._index = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode("utf-8") + b"\n"
+            self.files = [*names, _INDEX]
+
+    def write(self, stage: Path, tensors: Callable[[str], torch.Tensor]) -> None:
+        """Write them into a folder, and have the disk hold them; raises as `write_sharded`."""
+        for name, draft in zip(self.files, self._drafts, strict=False):
+            with saving(self._folder / name):
                 file = (stage / name).open("xb")
             with file:
-                draft.write(file, tensors, folder / name)
-        if count > 1:
-            weight_map = {row.name: name for name, shard in zip(files, shards, strict=True) for row in shard}
-            index = {"metadata": {"total_size": sum(row.nbytes for row in rows)}, "weight_map": weight_map}
-            with saving(folder / _INDEX), (stage / _INDEX).open("xb") as file:
-                file.write(json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode("utf-8") + b"\n")
+                draft.write(file, tensors, self._folder / name)
+        if self._index is not None:
+            with saving(self._folder / _INDEX), (stage / _INDEX).open("xb") as file:
+                file.write(self._index)
                 make_durable(file)
-            files.append(_INDEX)
-    return tuple(folder / name for name in files)
 
 
 class _Row(NamedTuple):
@@ -254,14 +289,18 @@ def _row(info: Described) -> _Row:
     return _Row(info.name, code, info.dtype, shape, math.prod(shape) * info.dtype.itemsize)
 
 
-def _check_names(rows: Iterable[_Row]) -> None:
-    seen: set[str] = set()
-    for name in (row.name for row in rows):
-        if name in seen:
+def _rows(infos: Iterable[Described]) -> list[_Row]:
+    rows: dict[str, _Row] = {}
+    for row in map(_row, infos):
+        name = row.name
+        if name in rows:
             raise SaveError(f"two tensors are named {name!r}", tensor=name)
         if name == METADATA:
             raise SaveError(f"no tensor can be named {METADATA}: the format keeps that name to itself", tensor=name)
-        seen.add(name)
+        if not is_text(name):
+            raise SaveError(f"the name {name!r} of a tensor can't be written as UTF-8", tensor=name)
+        rows[name] = row
+    return list(rows.values())
 
 
 def _in_shards(rows: list[_Row], max_shard_size: int) -> list[list[_Row]]:
@@ -288,10 +327,7 @@ class _Draft:
             offsets = [position, position + row.nbytes]
             header[row.name] = {"dtype": row.code, "shape": row.stored_shape, "data_offsets": offsets}
             position += row.nbytes
-        try:
-            text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise SaveError(f"a tensor's name or metadata can't be written as UTF-8: {error}") from error
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
         if len(text) > MAX_HEADER_BYTES:
             raise SaveError(
                 f"the header would take {len(text)} bytes, more than the {MAX_HEADER_BYTES} that readers accept",
@@ -311,7 +347,8 @@ class _Draft:
 
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor, row: _Row, path: Path) -> None:
     # A function of its own: when it returns, the tensor is let go before the next one is asked for.
-    storable = _storable(tensor, row)
+    with enough_memory(row.name, row.nbytes, SaveError, file=path):
+        storable = _storable(tensor, row)
     with saving(path):
         file.write(memory_of(storable))
 
@@ -321,6 +358,8 @@ def _checked_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     for key, value in checked.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise SaveError(f"metadata is text by text; {key!r} has the value {value!r}")
+        if not is_text(key) or not is_text(value):
+            raise SaveError(f"the metadata {key!r} can't be written as UTF-8")
     return checked
 
 
@@ -341,7 +380,7 @@ def _storable(tensor: Any, row: _Row) -> torch.Tensor:
     plain: torch.Tensor = tensor.detach()
     if type(plain) is not torch.Tensor:
         # A subclass need not have its values in its own memory.
-        plain = torch.empty(row.shape, dtype=row.dtype).copy_(plain)
+        plain = torch.empty(row.shape, dtype=row.dtype, device="cpu").copy_(plain)
     plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
     if HOST_BYTEORDER == "big":
         plain = plain.clone()

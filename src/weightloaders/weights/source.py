@@ -1,7 +1,8 @@
 """`ByteSource`: positioned, thread-safe reads from a file or from anything that can do the same.
 
 Files are opened on their first read and at most `MAX_OPEN_FILES` stay open, so a checkpoint of a thousand shards
-works under a low descriptor limit. Nothing is ever mapped.
+works under a low descriptor limit; none stays open longer than there are sources that read from it. Nothing is ever
+mapped.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import errno
 import os
 import stat
 import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -174,6 +177,8 @@ class _OpenFile:
     users: int = 0
     # Closed by its owner while somebody was still reading: the last reader closes it.
     abandoned: bool = False
+    # Every source that has read from it, as long as it lives.
+    sources: set[weakref.ref[FileSource]] = field(default_factory=set)
 
 
 _Key = tuple[str, tuple[int, int, int, int]]
@@ -186,16 +191,20 @@ class _OpenFiles:
         self._limit = limit
         self._lock = threading.Lock()
         self._entries: OrderedDict[_Key, _OpenFile] = OrderedDict()
+        self._gone: deque[tuple[_Key, weakref.ref[FileSource]]] = deque()
 
     @contextlib.contextmanager
     def use(self, source: FileSource) -> Iterator[int]:
         key = (source.name, source.identity)
         with self._lock:
+            self._close_gone()
             entry = self._entries.get(key)
             if entry is None:
                 self._close_idle(keep=self._limit - 1)
                 entry = self._entries[key] = _OpenFile(self._open(source))
             self._entries.move_to_end(key)
+            if weakref.ref(source) not in entry.sources:
+                entry.sources.add(weakref.ref(source, partial(self._source_gone, key)))
             entry.users += 1
         try:
             # Also for a file that was open already: its content may have been changed in place since.
@@ -229,8 +238,29 @@ class _OpenFiles:
         for key in idle[: max(0, len(self._entries) - keep)]:
             os.close(self._entries.pop(key).descriptor)
 
+    def _source_gone(self, key: _Key, source: weakref.ref[FileSource]) -> None:
+        # The garbage collector calls this in the middle of anything, be it of what holds the lock: then the next who
+        # takes it does the work.
+        self._gone.append((key, source))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._close_gone()
+            finally:
+                self._lock.release()
+
+    def _close_gone(self) -> None:
+        while self._gone:
+            key, source = self._gone.popleft()
+            entry = self._entries.get(key)
+            # The file may have been closed meanwhile, and opened by others.
+            if entry is not None and source in entry.sources:
+                entry.sources.discard(source)
+                if not entry.sources:
+                    os.close(self._entries.pop(key).descriptor)
+
     def close(self, names: frozenset[str] | None = None) -> None:
         with self._lock:
+            self._close_gone()
             for key in [key for key in self._entries if names is None or key[0] in names]:
                 entry = self._entries.pop(key)
                 if entry.users:

@@ -133,7 +133,7 @@ def unpickle(
     unpickler.readline = _without_shards(file.readline)
     if watch is not None:
         unpickler.read = _watched(unpickler, watch, name)
-    with admitted(safe_globals), _on_meta(), warnings.catch_warnings():
+    with admitted(safe_globals), _on_meta(), undisturbed(), warnings.catch_warnings():
         # torch warns of other protocols and of sparse tensors; what matters of that is in our errors and notes.
         warnings.simplefilter("ignore")
         try:
@@ -154,6 +154,12 @@ def unpickle(
 
 class SlowPathNeededError(Exception):
     """This torch can't unpickle with the tensors on the meta device."""
+
+
+def undisturbed() -> contextlib.AbstractContextManager[None]:
+    """A context in which the user's default device, be it that of a ``with`` statement, has no say."""
+    context: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()  # noqa: SLF001
+    return context
 
 
 @contextlib.contextmanager

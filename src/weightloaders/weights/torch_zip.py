@@ -29,6 +29,7 @@ from weightloaders.weights.torch_pickle import (
     SlowPathNeededError,
     admitted,
     mentions_allocators,
+    undisturbed,
     unpickle,
 )
 from weightloaders.weights.zip_directory import ZIP_MAGIC, Record, read_directory
@@ -273,7 +274,7 @@ def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
     """By `torch.load` itself, weights-only: for a torch whose unpickler can't be had alone."""
     path = source.path if isinstance(source, FileSource) else None
     mapped = path is not None and source.read(0, 4) == ZIP_MAGIC
-    with admitted(safe_globals), warnings.catch_warnings():
+    with admitted(safe_globals), undisturbed(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             root = torch.load(
@@ -335,11 +336,13 @@ def _dense(parts: list[TensorInfo], layout: torch.layout, shape: tuple[int, ...]
     *indices, values = [read_tensor(part) for part in parts]
     try:
         if layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(indices[0], values, shape, check_invariants=True).to_dense()
-        compressed, plain = indices
-        return torch.sparse_compressed_tensor(
-            compressed, plain, values, shape, layout=layout, check_invariants=True
-        ).to_dense()
+            sparse = torch.sparse_coo_tensor(indices[0], values, shape, device="cpu", check_invariants=True)
+        else:
+            compressed, plain = indices
+            sparse = torch.sparse_compressed_tensor(
+                compressed, plain, values, shape, layout=layout, device="cpu", check_invariants=True
+            )
+        return sparse.to_dense()
     except (RuntimeError, MemoryError) as error:
         raise CheckpointFormatError(
             f"the sparse tensor {name!r} of {file} can't be made dense: {error}", file=file, tensor=name

@@ -10,7 +10,7 @@ import torch
 
 from weightloaders.errors import DuplicateTensorError, LoaderContractError, SourceClosedError, UnknownTensorError
 from weightloaders.weights.info import TensorInfo
-from weightloaders.weights.reading import checked_read, read_tensor
+from weightloaders.weights.reading import checked_read, enough_memory, no_plain_values, read_tensor
 from weightloaders.weights.source import close_files
 
 if TYPE_CHECKING:
@@ -143,8 +143,11 @@ class Weights(Mapping[str, torch.Tensor]):
             return read_tensor(info)
         with self._read_lock:
             tensor = checked_read(info)
-            # Detached: a copy of a model's own parameter is data, not a step of its autograd graph.
-            return tensor.detach().clone() if self._borrowed else tensor
+            if not self._borrowed:
+                return tensor
+            with enough_memory(name, info.nbytes):
+                # Detached: a copy of a model's own parameter is data, not a step of its autograd graph.
+                return tensor.detach().clone()
 
     def items(self) -> ItemsView[str, torch.Tensor]:
         """Pairs of name and tensor, read one at a time in storage order."""
@@ -237,11 +240,21 @@ class Stream:
             name, tensor = pair
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise _not_a_pair(f"({type(name).__name__}, {type(tensor).__name__})")
+            problem = no_plain_values(tensor)
+            if problem is not None:
+                raise _without_values(name, problem)
+            if tensor.layout is not torch.strided:
+                with enough_memory(name, tensor.numel() * tensor.dtype.itemsize):
+                    tensor = tensor.detach().to_dense()
             yield name, tensor
 
 
 def _not_a_pair(what: str) -> LoaderContractError:
     return LoaderContractError(f"an iterable of weights yields (name, tensor) pairs, not {what}")
+
+
+def _without_values(name: str, problem: str) -> LoaderContractError:
+    return LoaderContractError(f"tensor {name!r} {problem}", tensor=name, hint="give plain tensors as weights")
 
 
 def _unwrapping_hint(value: object) -> str:
@@ -253,10 +266,11 @@ def _unwrapping_hint(value: object) -> str:
 def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
     """Anything the contract accepts as weights: `Weights` as they are, a dict wrapped, an iterable as a `Stream`.
 
-    A dict is catalogued without copying. A mapping that is not a dict may read on access, so it is streamed.
+    A dict is catalogued without copying; sparse tensors in it are made dense when they are read. A mapping that is not
+    a dict may read on access, so it is streamed.
 
     Raises:
-        LoaderContractError: If it is none of these.
+        LoaderContractError: If it is none of these, or a tensor has no values or not those of one box.
     """
     if isinstance(value, Weights | Stream):
         return value
@@ -268,7 +282,10 @@ def as_weights(value: Any, *, borrowed: bool = False) -> Weights | Stream:
                     tensor=str(name),
                     hint=_unwrapping_hint(tensor),
                 )
-        return Weights.describe(_described(value), borrowed=True)
+            problem = no_plain_values(tensor)
+            if problem is not None:
+                raise _without_values(name, problem)
+        return _held(value)
     if isinstance(value, Mapping):
         return Stream(((name, value[name]) for name in value), borrowed=borrowed)
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | torch.Tensor):
@@ -292,11 +309,17 @@ def as_catalogue(value: Any, *, borrowed: bool = False) -> Weights:
         if name in held:
             raise DuplicateTensorError(f"the source has two tensors named {name!r}", tensor=name)
         held[name] = tensor.clone() if weights.borrowed else tensor
-    return Weights.describe(_described(held), borrowed=True)
+    return _held(held)
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> Iterator[TensorInfo]:
-    return (TensorInfo(name, t.dtype, tuple(t.shape), read=_Held(t)) for name, t in tensors.items())
+def _held(tensors: Mapping[str, torch.Tensor]) -> Weights:
+    """Weights that are in memory already."""
+    sparse = [repr(name) for name, tensor in tensors.items() if tensor.layout is not torch.strided]
+    return Weights.describe(
+        (TensorInfo(name, t.dtype, tuple(t.shape), read=_Held(t)) for name, t in tensors.items()),
+        borrowed=True,
+        notes=[f"sparse tensors, made dense when read: {', '.join(sparse)}"] if sparse else [],
+    )
 
 
 class _Held:
