@@ -511,18 +511,19 @@ def test_what_could_not_be_watched_is_named_in_the_report(where: str) -> None:
     assert any("filled weight in a way that can't be watched" in warning for warning in report.warnings)
 
 
-def test_looking_at_a_parameter_from_another_side_does_not_fill_it() -> None:
-    def look(model: nn.Module, weights: Any) -> None:
+def test_a_parameter_that_was_only_turned_is_not_taken_for_filled() -> None:
+    def turn(model: nn.Module, weights: Any) -> None:
         for name, tensor in model.state_dict().items():
             if name == "layers.0.q_proj.weight":
+                # torch counts these as writes; what was written can't be told.
                 tensor.t_().unsqueeze_(0).squeeze_(0).detach_()
-                tensor.t().view(36).sum()
             else:
                 tensor.copy_(weights[name])
 
-    with pytest.raises(CoverageError) as caught:
-        load_into(Model(), "anywhere", loader=own(look), progress=False)
-    assert caught.value.missing == ("layers.0.q_proj.weight",)
+    report = load_into(Model(), "anywhere", loader=own(turn), progress=False)
+    (warning,) = report.warnings
+    assert "layers.0.q_proj.weight" in warning
+    assert "can't be watched" in warning
 
 
 def test_values_that_were_there_already_count_where_nothing_tells_that_they_were_written_again() -> None:
