@@ -267,11 +267,12 @@ def test_the_report_says_where_each_parameter_came_from_and_is_data(tmp_path: Pa
     assert f"{report.bytes_read:,}" in str(report)
 
 
-def test_casts_are_reported_and_narrowing_infinities_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("form", ["catalogue", "stream"])
+def test_casts_are_reported_and_new_infinities_warned_about(caplog: pytest.LogCaptureFixture, form: str) -> None:
     tensors = reference()
     tensors["norm.weight"] = torch.full((6,), 1e30)
     model = Model().to(torch.float16)
-    report = load_into(model, tensors, progress=False)
+    report = load_into(model, tensors if form == "catalogue" else iter(tensors.items()), progress=False)
     assert report.cast["norm.weight"] == ("torch.float32", "torch.float16")
     assert "steps" not in report.cast
     assert any("norm.weight" in warning and "infinities" in warning for warning in report.warnings)
