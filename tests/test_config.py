@@ -86,7 +86,7 @@ def test_the_arguments_are_those_of_the_constructor(write):
     [
         ("model: m\nweight_loade: hf\n", ["weight_loade", "did you mean 'weight_loader'"]),
         ("model: m\nzzz: 1\n", ["zzz", "sampling_params", "weight_loader"]),
-        ("weights: x\n", ["model", "is needed"]),
+        ("weights: x\n", ["model: is required"]),
         ("model: 3\n", ["model", "string", "3"]),
         ("model: m\ntrust_remote_code: 'yes'\n", ["trust_remote_code", "boolean", "'yes'"]),
         ("model: m\nmax_num_seqs: '6'\n", ["max_num_seqs", "integer", "'6'"]),

@@ -886,7 +886,7 @@ def test_the_defaults_are_vllms():
     ("values", "said"),
     [
         ({"temprature": 0.5}, "did you mean 'temperature'"),
-        ({"n": 0}, "n: should be greater than or equal to 1"),
+        ({"n": 0}, "n: 0: should be greater than or equal to 1"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": "0"}, "temperature"),

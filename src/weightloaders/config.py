@@ -13,15 +13,15 @@ before anything is opened::
 from __future__ import annotations
 
 import json
-import reprlib
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weightloaders.discovery import did_you_mean
-from weightloaders.errors import ConfigError
+from weightloaders.errors import ConfigError, SourceError
+from weightloaders.loaders.options import complaint
+from weightloaders.weights.texts import parse_yaml, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -33,10 +33,6 @@ Policy = Decision | dict[str, Decision]
 _PATHS = ("model", "weights", "tokenizer")
 # A config is written by people; more than this is another kind of file, or one made to exhaust memory.
 _MAX_BYTES = 1 << 20
-
-# Values are quoted briefly: aliases in YAML can stand for more than fits in memory.
-_short = reprlib.Repr()
-_short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
 
 
 class Checked(BaseModel):
@@ -149,16 +145,9 @@ def read_config(path: Path) -> dict[str, Any]:
             hint=f"name it by its format: {', '.join(_PARSERS)}",
         )
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{path} is not a regular file", file=path)
-        if status.st_size > _MAX_BYTES:
-            raise ConfigError(f"{path} is too large for a config file", file=path, hint="is it really the config?")
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror or error}", file=path) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}", file=path) from error
+        text = read_text(path, _MAX_BYTES)
+    except SourceError as error:
+        raise ConfigError(error.message, file=path) from error
     try:
         value = parse(text)
     except RecursionError as error:
@@ -172,28 +161,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if odd:
         raise ConfigError(f"{path} has a key that is no name: {odd[0]!r}", file=path)
     return value
-
-
-def _parse_yaml(text: str) -> Any:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """The safe loader, but a key that occurs twice is refused: the first would be lost without a word."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    raise yaml.YAMLError(f"line {key.start_mark.line + 1} has a key that is no name")
-                if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
-                    raise yaml.YAMLError(f"the key {key.value!r} occurs twice, again in line {key.start_mark.line + 1}")
-                seen.add(key.value)
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)  # noqa: S506 -- a subclass of the safe loader
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def _parse_toml(text: str) -> Any:
@@ -216,8 +183,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    ".yaml": _parse_yaml,
-    ".yml": _parse_yaml,
+    ".yaml": parse_yaml,
+    ".yml": parse_yaml,
     ".toml": _parse_toml,
     ".json": _parse_json,
 }
@@ -242,20 +209,15 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseModel]) -> list[str]:
     """One sentence for each place that pydantic complains about."""
-    found: dict[str, list[str]] = {}
+    by_place: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False, include_context=False):
-        place = _place(item["loc"], values)
-        if item["type"] == "extra_forbidden":
-            found[unknown(place, kind.model_fields)] = []
-            continue
-        if item["type"] == "missing":
-            message = "is needed"
-        elif item["type"] == "value_error":
-            message = item["msg"].removeprefix("Value error, ")
-        else:
-            message = f"{item['msg'].removeprefix('Input ')}, not {_short.repr(item['input'])}"
-        found.setdefault(place, []).append(message)
-    return [": ".join(filter(None, (place, ", or ".join(messages)))) for place, messages in found.items()]
+        by_place.setdefault(_place(item["loc"], values), []).append(item)
+    return [
+        unknown(place, kind.model_fields)
+        if found[0]["type"] == "extra_forbidden"
+        else ": ".join(filter(None, (place, complaint(found))))
+        for place, found in by_place.items()
+    ]
 
 
 def _place(loc: tuple[int | str, ...], values: Any) -> str:

@@ -12,7 +12,6 @@ import enum
 import functools
 import inspect
 import pathlib
-import reprlib
 import sys
 import types
 import typing
@@ -180,7 +179,7 @@ def _check(key: str, value: Any, annotation: Any) -> tuple[Any, list[str]]:
     try:
         option = create_model("Option", __config__=config, value=(_converting(annotation), ...))(value=value)
     except ValidationError as error:
-        return value, [f"  {key}: {_complaint(error.errors(include_url=False))} (allowed: {_shown(annotation)})"]
+        return value, [f"  {key}: {complaint(error.errors(include_url=False))} (allowed: {_shown(annotation)})"]
     except Exception:  # noqa: BLE001 -- that pydantic can't check this annotation is not the user's mistake
         return value, []
     return option.value, []  # type: ignore[attr-defined]
@@ -226,11 +225,11 @@ def _model_problems(declared: type[BaseModel], error: ValidationError) -> list[s
     for name, found in by_field.items():
         field = declared.model_fields.get(name)
         if field is not None:
-            problems.append(f"  {name}: {_complaint(found)} (allowed: {_shown(field.annotation)})")
+            problems.append(f"  {name}: {complaint(found)} (allowed: {_shown(field.annotation)})")
         elif found[0]["type"] == "extra_forbidden":
             problems.append(_unknown(name, declared.model_fields))
         else:
-            problems.append(f"  {name or 'together'}: {_complaint(found)}")
+            problems.append(f"  {name or 'together'}: {complaint(found)}")
     return problems
 
 
@@ -306,15 +305,18 @@ def _nested(kind: type[BaseModel], value: dict[str, Any]) -> Any:
     return kind.model_construct(**arguments)
 
 
-def _complaint(found: Iterable[Any]) -> str:
-    """What pydantic found wrong with one field, as one phrase; a union brings a complaint for each of its members."""
+def complaint(found: Iterable[Any]) -> str:
+    """What pydantic found wrong with one value, as one phrase; a union brings a complaint for each of its members."""
+    from weightloaders.weights.texts import brief
+
     phrases: dict[str, None] = {}
     for item in found:
         if item["type"] == "missing":
             phrases["is required"] = None
             continue
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-        phrases[message if phrases else f"{reprlib.repr(item['input'])}: {message}"] = None
+        # All fields together are no value that somebody wrote.
+        phrases[message if phrases or not item["loc"] else f"{brief(item['input'])}: {message}"] = None
     return " or ".join(phrases)
 
 
