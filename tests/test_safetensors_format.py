@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import stat
 import struct
 import subprocess
@@ -26,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightloaders.errors import CheckpointFormatError, SaveError, UnsupportedDtypeError
-from weightloaders.weights import info, safetensors_header
+from weightloaders.weights import info, locks, safetensors_header
 from weightloaders.weights.safetensors import (
     MAX_HEADER_BYTES,
     read_safetensors,
@@ -828,12 +829,23 @@ def test_a_tensor_that_is_not_as_announced_is_refused_by_name(tmp_path: Path, gi
         ([Row("a", torch.qint8, (2,))], None, "qint8"),
         ([Row("a", torch.float32, (2,)), Row("a", torch.float32, (2,))], None, "two tensors"),
         ([Row("__metadata__", torch.float32, (2,))], None, "__metadata__"),
-        ([Row("\ud800", torch.float32, (2,))], None, "UTF-8"),
+        ([Row("a", torch.float32, (2,)), Row("\ud800", torch.float32, (2,))], None, re.escape(r"'\ud800'")),
+        ([Row("a", torch.float32, (2,))], {"note": "\ud800"}, "note"),
         ([Row("a", torch.float4_e2m1fn_x2, ())], None, "scalar"),
         ([Row("a", torch.float32, (2,))], {"epoch": 3}, "epoch"),
         ([Row("a" * MAX_HEADER_BYTES, torch.float32, (2,))], None, "header"),
     ],
-    ids=["complex128", "quantised", "twice", "reserved", "surrogate", "half a byte", "metadata", "header too long"],
+    ids=[
+        "complex128",
+        "quantised",
+        "twice",
+        "reserved",
+        "surrogate",
+        "surrogate in metadata",
+        "half a byte",
+        "metadata",
+        "header too long",
+    ],
 )
 def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(
     tmp_path: Path, announced: list[Row], metadata: Any, words: str
@@ -1022,3 +1034,190 @@ def test_links_of_an_earlier_save_are_replaced_and_what_they_led_to_stays(tmp_pa
     save_folder(folder, ten())
     assert_holds(folder, ten())
     assert (blobs / "model-00001-of-00002.safetensors").read_bytes() == b"shared"
+
+
+# ------------------------------------------------------------------ two saves in one place, and saves that are killed
+
+
+def save_to(place: Path, tensors: dict[str, torch.Tensor], read: Callable[[str], torch.Tensor] | None = None) -> None:
+    if place.suffix:
+        write_safetensors(place, rows(tensors), read or tensors.__getitem__)
+    else:
+        write_sharded(place, rows(tensors), read or tensors.__getitem__, max_shard_size=900)
+
+
+def held(place: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(place) if place.suffix else load_folder(place)
+
+
+@pytest.mark.parametrize("place", ["folder", "file.safetensors"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_of_two_saves_to_one_place_at_once_one_is_refused_and_the_other_is_whole(
+    tmp_path: Path, place: str, earlier: bool
+) -> None:
+    if earlier:
+        save_to(tmp_path / place, ten(3))
+
+    def while_another_begins(name: str) -> torch.Tensor:
+        with pytest.raises(SaveError, match="somebody else is saving there") as refused:
+            save_to(tmp_path / place, ten(7))
+        assert refused.value.file == str(tmp_path / place)
+        save_to(tmp_path / f"other {place}", ten(7))
+        return ten()[name]
+
+    save_to(tmp_path / place, ten(), while_another_begins)
+    assert held(tmp_path / place).keys() == ten().keys()
+    assert all(torch.equal(tensor, ten()[name]) for name, tensor in held(tmp_path / place).items())
+    assert {p.name for p in tmp_path.rglob(".*")} == set()
+
+
+AT_ONCE = """
+import sys, torch
+from pathlib import Path
+from weightloaders.errors import SaveError
+from weightloaders.weights.info import TensorInfo
+from weightloaders.weights.safetensors import write_sharded
+
+folder, value = Path(sys.argv[1]), float(sys.argv[2])
+infos = [TensorInfo(f"w{i}", torch.float32, (1,), read=lambda: None) for i in range(20)]
+for run in range(6):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        write_sharded(folder / str(run), infos, lambda name: torch.tensor([value]), max_shard_size=1)
+    except SaveError as error:
+        print(error.message.replace(chr(10), " "), flush=True)
+    else:
+        print("saved", flush=True)
+"""
+
+
+def test_processes_that_save_to_one_new_folder_never_mix_their_weights(tmp_path: Path) -> None:
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", AT_ONCE, tmp_path, str(value)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for value in (1, 2)
+    ]
+    try:
+        for run in range(6):
+            assert [process.stdout.readline() for process in both if process.stdout] == ["ready\n"] * 2
+            for process in both:
+                assert process.stdin
+                process.stdin.write("go\n")
+                process.stdin.flush()
+            said = [process.stdout.readline().strip() for process in both if process.stdout]
+            assert "saved" in said
+            assert all(line == "saved" or "somebody else" in line for line in said)
+            assert len({tensor.item() for tensor in load_folder(tmp_path / str(run)).values()}) == 1
+            assert not list((tmp_path / str(run)).glob(".*"))
+    finally:
+        for process in both:
+            process.communicate(timeout=60)
+
+
+KILLED = """
+import sys, time, torch
+from pathlib import Path
+from weightloaders.weights.info import TensorInfo
+from weightloaders.weights.safetensors import write_safetensors, write_sharded
+
+def tensors(name):
+    if name == "b":
+        print("in the middle", flush=True)
+        time.sleep(60)
+    return torch.ones(1)
+
+infos = [TensorInfo(name, torch.float32, (1,), read=lambda: None) for name in "abc"]
+place = Path(sys.argv[1])
+if place.suffix:
+    write_safetensors(place, infos, tensors)
+else:
+    write_sharded(place, infos, tensors, max_shard_size=1)
+"""
+
+
+@pytest.mark.parametrize("place", ["folder", "x" * 240 + ".safetensors"], ids=["folder", "file"])
+def test_what_a_killed_save_left_is_removed_by_the_next_and_what_a_running_one_needs_is_not(
+    tmp_path: Path, place: str
+) -> None:
+    target = tmp_path / place
+    with subprocess.Popen([sys.executable, "-c", KILLED, target], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "in the middle\n"
+        with pytest.raises(SaveError, match="somebody else is saving there"):
+            save_to(target, ten())
+        assert process.poll() is None
+        process.kill()
+    assert len(list(tmp_path.rglob("*.saving*"))) == 2
+    save_to(target, ten())
+    assert held(target).keys() == ten().keys()
+    assert not list(tmp_path.rglob("*.saving*"))
+
+
+def test_old_files_that_a_killed_save_had_taken_away_stay_until_there_are_new_ones(tmp_path: Path) -> None:
+    taken = tmp_path / f".saving-{'0' * 16}" / "replaced" / "model.safetensors"
+    taken.parent.mkdir(parents=True)
+    write(taken, {"old": torch.ones(1)})
+    with pytest.raises(OSError, match="gone"):
+        write_sharded(tmp_path, rows(dict.fromkeys("ab", torch.ones(2))), raises(OSError("gone")))
+    assert taken.exists()
+    save_to(tmp_path, ten())
+    assert_holds(tmp_path, ten())
+
+
+def test_what_only_looks_like_the_leftovers_of_a_save_stays(tmp_path: Path) -> None:
+    others = (".saving-mine", f".other.safetensors.saving-{'0' * 16}", "x.saving-0000000000000000", ".x.saving-00")
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    save_to(tmp_path / "x.safetensors", ten())
+    save_to(tmp_path, ten())
+    assert {p.name for p in tmp_path.iterdir()} > set(others)
+
+
+def test_where_the_file_system_knows_no_locks_saving_works_and_nothing_is_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "_lock", lambda descriptor: False)
+    alive = tmp_path / f".saving-{'0' * 16}"
+    alive.mkdir()
+    save_to(tmp_path, ten())
+    assert_holds(tmp_path, ten(), alive.name)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="lengths of names differ")
+def test_a_file_may_have_the_longest_name_there_can_be(tmp_path: Path) -> None:
+    name = "x" * (255 - len(".safetensors")) + ".safetensors"
+    write(tmp_path / name, {"t": torch.ones(1)})
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("place", ["nul\0", "x" * 300, "a/" + "x" * 300, "file", "file/inside", "\ud800"])
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SaveError, match="can't save") as refused:
+        save_folder(tmp_path / place, ten())
+    assert refused.value.file == str(tmp_path / place)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_tensor_for_whose_values_there_is_no_memory_is_named(tmp_path: Path) -> None:
+    # More than any machine can address: a single number, expanded.
+    huge = torch.ones(1).expand(1 << 57)
+    with pytest.raises(SaveError, match="not enough memory for tensor 'huge'") as refused:
+        write(tmp_path / "x.safetensors", {"huge": huge})
+    assert refused.value.tensor == "huge"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_default_device_has_no_say_in_what_is_written(tmp_path: Path) -> None:
+    class Tagged(torch.Tensor):
+        pass
+
+    tensors = {"plain": torch.ones(2), "of a subclass": torch.ones(2).as_subclass(Tagged)}
+    with torch.device("meta"):
+        write(tmp_path / "x.safetensors", tensors)
+    assert safetensors.torch.load_file(tmp_path / "x.safetensors")["of a subclass"].tolist() == [1, 1]

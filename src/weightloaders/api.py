@@ -217,7 +217,7 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"a model is an nn.Module that was made, not {_a(model)}")
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | Path) or path == "":
         raise SaveError(f"weights are saved to a str or a Path, not {_a(path)}", hint='e.g. "./folder"')
     shard_size = parse_size(max_shard_size)
     check_usable(model)

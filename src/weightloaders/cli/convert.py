@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from enum import StrEnum
 from functools import partial
@@ -60,11 +61,11 @@ def convert_source(
     from weightloaders.weights.raw import RawFolder, dtype_option
     from weightloaders.weights.safetensors import SafetensorsFolder, write_safetensors
 
-    target = Path(destination).expanduser()
+    target = _at_home(destination)
     wanted = None if dtype is None else dtype_option(dtype, "--dtype", real=True)
     shard_bytes = parse_size(max_shard_size)
     _check_free(target)
-    companions = _companions(Path(source).expanduser(), wanted)
+    companions = _companions(_at_home(source), wanted)
     with open_weights(source, loader, **loader_options(option)) as opened, Progress(settings.progress) as progress:
         weights = _cast(opened, wanted)
         read = _counted(weights, progress)
@@ -82,6 +83,10 @@ def convert_source(
                 _copy(companions, stage, target)
     if not settings.quiet:
         remark(f"{len(weights):,} tensors, {weights.nbytes:,} bytes, in {target}")
+
+
+def _at_home(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such home
 
 
 def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:

@@ -45,7 +45,7 @@ def _from_file(path: Path) -> tuple[Rule, ...]:
     except SourceError as error:
         # What is plainly meant for a file needs no lesson in what rules look like.
         hint = None if path.suffix.lower() in _SUFFIXES else _FORM
-        if not path.exists():
+        if not os.path.lexists(path):
             raise RuleError(f"there is no file {str(path)!r} to read rules from", file=path, hint=hint) from error
         raise RuleError(f"the rules can't be read: {error.message}", file=path, hint=hint) from error
     try:

@@ -8,6 +8,7 @@ with the storages behind it. A tensor is a strided view of a storage, so its ext
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import warnings
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import torch
 
 from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
 from weightloaders.weights.info import Extent, TensorInfo
-from weightloaders.weights.reading import read_tensor
+from weightloaders.weights.reading import enough_memory, read_tensor
 from weightloaders.weights.sniff import describe_content
 from weightloaders.weights.source import ByteSource, FileSource
 from weightloaders.weights.source_file import SourceFile
@@ -335,15 +336,16 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 def _dense(parts: list[TensorInfo], layout: torch.layout, shape: tuple[int, ...], name: str, file: str) -> torch.Tensor:
     *indices, values = [read_tensor(part) for part in parts]
     try:
-        if layout is torch.sparse_coo:
-            sparse = torch.sparse_coo_tensor(indices[0], values, shape, device="cpu", check_invariants=True)
-        else:
-            compressed, plain = indices
-            sparse = torch.sparse_compressed_tensor(
-                compressed, plain, values, shape, layout=layout, device="cpu", check_invariants=True
-            )
-        return sparse.to_dense()
-    except (RuntimeError, MemoryError) as error:
+        with enough_memory(name, math.prod(shape) * values.dtype.itemsize, file=file):
+            if layout is torch.sparse_coo:
+                sparse = torch.sparse_coo_tensor(indices[0], values, shape, device="cpu", check_invariants=True)
+            else:
+                compressed, plain = indices
+                sparse = torch.sparse_compressed_tensor(
+                    compressed, plain, values, shape, layout=layout, device="cpu", check_invariants=True
+                )
+            return sparse.to_dense()
+    except RuntimeError as error:
         raise CheckpointFormatError(
             f"the sparse tensor {name!r} of {file} can't be made dense: {error}", file=file, tensor=name
         ) from error
