@@ -318,6 +318,35 @@ def test_a_conversion_that_computes_is_a_computed_step(saved: Any) -> None:
     assert not plan_load(model, tensors).ok
 
 
+def test_a_conversion_may_do_without_parts_that_only_some_checkpoints_have(saved: Any) -> None:
+    from transformers.conversion_mapping import WeightConverter, register_checkpoint_conversion_mapping
+    from transformers.core_model_loading import ConversionOps
+
+    class Scaled(ConversionOps):  # type: ignore[misc]
+        supports_many_to_many = True
+
+        def convert(self, input_dict: Any, target_patterns: Any, **_: Any) -> Any:
+            values = [parts[0] for parts in input_dict.values()]
+            return {target_patterns[0]: values[0] if len(values) == 1 else values[0] * values[1]}
+
+    class ScaledLlama(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    converter = WeightConverter(["norm.plain", "norm.factor"], "norm.weight", [Scaled()])
+    register_checkpoint_conversion_mapping("ScaledLlama", [converter], overwrite=True)
+    model = ScaledLlama(transformers.LlamaConfig(**FAMILIES["llama"][1]))
+    tensors = tensors_of(saved("llama"))
+    plain = tensors.pop("model.norm.weight")
+    found = plan_load(model, {**tensors, "model.norm.plain": plain})
+    assert found.ok, str(found)
+    assert "computed" not in found.explain("model.norm.weight")
+    found = plan_load(model, {**tensors, "model.norm.plain": plain, "model.norm.factor": torch.tensor(2.0)})
+    assert "computed" in found.explain("model.norm.weight")
+    # What is left does not do.
+    found = plan_load(model, {**tensors, "model.norm.factor": torch.tensor(2.0)})
+    assert "norm.plain is missing" in found.errors[0].message
+
+
 # ------------------------------------------------------------------ ties
 
 

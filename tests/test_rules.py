@@ -407,6 +407,13 @@ def test_a_target_with_a_capture_of_its_own_is_spread_over_the_results() -> None
                 )
 
 
+def test_a_conversion_that_makes_nothing_says_so() -> None:
+    found = plan(Model(e__0__w=(2, 2)), {"es": torch.zeros(0, 2, 2)}, Convert("es", "e.{i}.w", "unstack_experts"))
+    assert found.missing == ["e.0.w"]
+    assert found.unexpected == ["es"]
+    assert any("makes nothing of it" in str(f.hint) for f in found.findings)
+
+
 def test_one_tensor_may_fill_two_parameters() -> None:
     model = Model(k_scale=(), v_scale=())
     load(

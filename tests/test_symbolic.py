@@ -152,6 +152,44 @@ def test_symbols_go_where_elements_go(source_shapes: list[tuple[int, ...]], data
         symbols += traced
 
 
+OPERATIONS = {
+    "view": lambda t: t.view(2, 2, 6),
+    "reshape": lambda t: t.t().reshape(8, 3),
+    "flatten": lambda t: t.flatten(),
+    "unflatten": lambda t: t.unflatten(1, (2, 3)),
+    "slice": lambda t: t[1:3],
+    "slice of columns": lambda t: t[:, 2:5],
+    "slice with a step": lambda t: t[::2],
+    "slice of columns with a step": lambda t: t[:, 1::2],
+    "slice from the end": lambda t: t[-3:-1, -4:],
+    "select": lambda t: t[2],
+    "select a column": lambda t: t[:, -2],
+    "ellipsis and new axis": lambda t: t[..., None, :2],
+    "split": lambda t: torch.cat(t.split([1, 2, 3], dim=1)[::-1], dim=1),
+    "chunk": lambda t: torch.cat(t.chunk(3, dim=1)[::-1], dim=0),
+    "tensor_split": lambda t: t.tensor_split(3)[1],
+    "unbind": lambda t: torch.stack(t.unbind(1)[::-1], dim=1),
+    "narrow": lambda t: t.narrow(1, 2, 3),
+    "transpose": lambda t: t.transpose(0, 1),
+    "permute": lambda t: t.view(2, 2, 6).permute(2, 0, 1),
+    "permute that keeps rows whole": lambda t: t.view(2, 2, 6).permute(1, 0, 2),
+    "movedim": lambda t: t.view(2, 2, 6).movedim(0, -1),
+    "T": lambda t: t.T,
+    "mT": lambda t: t.view(2, 2, 6).mT,
+    "squeeze": lambda t: t[:, None].squeeze(1),
+    "hstack": lambda t: torch.hstack([t, t[:, :2]]),
+    "vstack": lambda t: torch.vstack([t[1:], t]),
+    "stack in the middle": lambda t: torch.stack([t, t], dim=1),
+    "contiguous": lambda t: t.t().contiguous().clone(),
+}
+
+
+@pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS)
+def test_each_operation_alone(function: Any) -> None:
+    result, trace = function(numbers((4, 6), 0)), function(symbol(4, 6))
+    assert torch.equal(elements_of(trace, [0]), result)
+
+
 # ------------------------------------------------------------------ what the runs look like
 
 

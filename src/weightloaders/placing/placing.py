@@ -235,6 +235,9 @@ class Placing:
 
     def _steps_of(self, state: GroupState, outcome: Outcome) -> list[CopyStep | ComputeStep]:
         infos, (results, computed) = state.infos, outcome
+        if not results:
+            for info in infos:
+                self._unwanted(info.name, info.name, f"{state.group.rule} makes nothing of it")
         taken: dict[str, Target] = {}
         for name, result in results.items():
             target = self.targets.by_name.get(name)
