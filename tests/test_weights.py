@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightloaders import open_weights
 from weightloaders.errors import (
     CheckpointFormatError,
     DuplicateTensorError,
@@ -29,13 +32,13 @@ from weightloaders.errors import (
     UnknownTensorError,
 )
 from weightloaders.weights.info import Extent, TensorInfo, contiguous_strides
-from weightloaders.weights.reading import memory_of
+from weightloaders.weights.reading import memory_of, read_tensor
 from weightloaders.weights.safetensors import read_safetensors
 from weightloaders.weights.source import MAX_OPEN_FILES, ByteSource, FileSource, close_files
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 POSIX_ONLY = pytest.mark.skipif(sys.platform == "win32", reason="POSIX only")
 
@@ -72,6 +75,10 @@ def open_file(path: Path) -> Weights:
 def open_descriptors(path: Path) -> int:
     """How many descriptors of this process lead to a file."""
     return sum(os.path.realpath(link) == os.path.realpath(path) for link in Path("/proc/self/fd").iterdir())
+
+
+# More than any machine can address.
+TOO_MANY = 1 << 57
 
 
 # ------------------------------------------------------------------ the catalogue
@@ -301,6 +308,117 @@ def test_a_stream_of_something_else_is_refused_when_it_comes(pair: Any) -> None:
         next(iterator)
 
 
+def without_values() -> dict[str, torch.Tensor]:
+    return {
+        "meta": torch.ones(2, device="meta"),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    }
+
+
+@pytest.mark.parametrize("kind", without_values())
+def test_a_tensor_without_plain_values_is_refused_by_name(kind: str) -> None:
+    tensor = without_values()[kind]
+    with pytest.raises(LoaderContractError, match=f"'layer.w' is .*{kind}") as refused:
+        as_weights({"good": torch.ones(1), "layer.w": tensor})
+    assert refused.value.tensor == "layer.w"
+    stream = iter(as_weights([("good", torch.ones(1)), ("layer.w", tensor)]))
+    next(stream)
+    with pytest.raises(LoaderContractError, match=f"'layer.w' is .*{kind}"):
+        next(stream)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_tensor_is_made_dense_when_it_is_read_and_that_is_noted(layout: torch.layout) -> None:
+    dense = torch.eye(3)
+    sparse = dense.to_sparse(layout=layout).requires_grad_()
+    weights = as_weights({"plain": torch.ones(1), "layer.w": sparse})
+    assert isinstance(weights, Weights)
+    assert weights.info("layer.w").shape == (3, 3)
+    assert [note for note in weights.notes if "sparse" in note and "'layer.w'" in note and "plain" not in note]
+    for read in (weights["layer.w"], read_tensor(weights.info("layer.w")), dict(as_weights([("w", sparse)]))["w"]):
+        assert read.layout is torch.strided
+        assert not read.requires_grad
+        assert torch.equal(read, dense)
+    assert as_weights({"plain": torch.ones(1)}).notes == ()
+
+
+# ------------------------------------------------------------------ memory
+
+
+def lacking_memory() -> dict[str, Callable[[], object]]:
+    data = Memory(f32(1), "few.bin")
+    expanded = torch.ones(1).expand(TOO_MANY)
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (TOO_MANY,), check_invariants=True)
+    one = (Extent(data, 0, 4, shape=(TOO_MANY,), strides=(0,)),)
+    two = (Extent(data, shape=(1,), at=(0,)), Extent(data, 0, 4, shape=(TOO_MANY - 1,), strides=(0,), at=(1,)))
+    return {
+        "an extent": lambda: Weights.describe([TensorInfo("w", torch.float32, (TOO_MANY,), one)])["w"],
+        "two extents": lambda: Weights.describe([TensorInfo("w", torch.float32, (TOO_MANY,), two)])["w"],
+        "a function": lambda: Weights.describe([TensorInfo("w", torch.float32, (2,), read=expanded.clone)])["w"],
+        "a tensor of a dict": lambda: as_weights({"w": expanded})["w"],  # type: ignore[index]
+        "a sparse tensor of a dict": lambda: as_weights({"w": sparse})["w"],  # type: ignore[index]
+        "a sparse tensor of a stream": lambda: list(as_weights([("w", sparse)])),
+    }
+
+
+@pytest.mark.parametrize("way", lacking_memory())
+def test_a_tensor_for_which_there_is_no_memory_is_named_with_its_size(way: str) -> None:
+    with pytest.raises(SourceReadError, match=r"not enough memory for tensor 'w', which takes [\d,]+ bytes") as refused:
+        lacking_memory()[way]()
+    assert refused.value.tensor == "w"
+    assert "extent" not in way or refused.value.file == "few.bin"
+
+
+def test_an_error_that_has_nothing_to_do_with_memory_is_handed_on_as_it_is() -> None:
+    error = RuntimeError("the format is broken")
+
+    def read() -> torch.Tensor:
+        raise error
+
+    with pytest.raises(RuntimeError) as raised:
+        Weights.describe([TensorInfo("w", torch.float32, (2,), read=read)])["w"]
+    assert raised.value is error
+
+
+@pytest.fixture(params=["a with statement", "for good"])
+def another_default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whoever uses the library has set another default device, and another default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        if request.param == "for good":
+            torch.set_default_device("meta")
+            yield
+        else:
+            with torch.device("meta"):
+                yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("another_default")
+def test_default_device_and_dtype_have_no_say_in_what_is_read() -> None:
+    data = Memory(f32(1, 2, 3, 4) + np.array([5], ">f4").tobytes())
+    infos = [
+        TensorInfo("plain", torch.float32, (4,), Extent(data)),
+        TensorInfo("strided", torch.float32, (2,), Extent(data, strides=(2,))),
+        TensorInfo("cast", torch.float16, (4,), Extent(data, dtype=torch.float32)),
+        TensorInfo("swapped", torch.float32, (), Extent(data, 16, byteorder="big")),
+        TensorInfo("pieces", torch.float32, (2,), [Extent(data, at=(i,), shape=(1,), offset=4 * i) for i in (0, 1)]),
+    ]
+    for name, tensor in Weights.describe(infos).items():
+        assert tensor.device.type == "cpu", name
+        assert tensor.dtype is (torch.float16 if name == "cast" else torch.float32)
+    assert {name: tensor.tolist() for name, tensor in Weights.describe(infos).items()} == {
+        "plain": [1, 2, 3, 4],
+        "strided": [1, 3],
+        "cast": [1, 2, 3, 4],
+        "swapped": 5,
+        "pieces": [1, 2],
+    }
+
+
 # ------------------------------------------------------------------ tensors that are read by a function
 
 
@@ -319,7 +437,9 @@ def test_a_borrowed_buffer_is_copied_before_it_is_reused() -> None:
     }
 
 
-@pytest.mark.parametrize("returned", [torch.ones(3), torch.ones(2).half(), [1.0, 2.0], None], ids=repr)
+@pytest.mark.parametrize(
+    "returned", [torch.ones(3), torch.ones(2).half(), torch.ones(2, device="meta"), [1.0, 2.0], None], ids=repr
+)
 def test_a_read_that_returns_something_else_than_described_is_refused(returned: Any) -> None:
     weights = Weights.describe([TensorInfo("t", torch.float32, (2,), read=lambda: returned)])
     with pytest.raises(LoaderContractError) as refused:
@@ -550,7 +670,7 @@ import resource, sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import torch
-from weightloaders.weights.reading import memory_of
+from weightloaders.weights.reading import memory_of, read_tensor
 from weightloaders.weights.safetensors import read_safetensors
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.weights import Weights
@@ -581,10 +701,78 @@ def test_a_hundred_files_are_read_under_a_low_limit_of_descriptors(tmp_path: Pat
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_open_descriptors_are_bounded(tmp_path: Path) -> None:
     close_files()
+    alive = []
     for i in range(MAX_OPEN_FILES * 2):
         safetensors.torch.save_file({"w": torch.tensor([i])}, tmp_path / f"{i}.safetensors")
-        assert open_file(tmp_path / f"{i}.safetensors")["w"].item() == i
+        alive.append(open_file(tmp_path / f"{i}.safetensors"))
+        assert alive[i]["w"].item() == i
     assert sum(open_descriptors(path) for path in tmp_path.iterdir()) == MAX_OPEN_FILES
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_weights_that_are_dropped_unclosed_leave_nothing_open(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(3)}, path)
+    weights = open_file(path)
+    tensor = weights["w"]
+    assert open_descriptors(path) == 1
+    del weights
+    assert open_descriptors(path) == 0
+    assert tensor.tolist() == [1, 1, 1]
+    # The garbage collector's turn, in whatever thread, while others read.
+    circle: list[Any] = [open_file(path)]
+    circle.append(circle)
+    assert circle[0]["w"].tolist() == [1, 1, 1]
+    del circle
+    gc.collect()
+    assert open_descriptors(path) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_file_stays_open_for_whoever_else_still_reads_from_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(3)}, path)
+    first, second = open_file(path), open_file(path)
+    assert first["w"].tolist() == second["w"].tolist()
+    # Its name is gone, so that it can't be opened again.
+    before = Weights.describe(first.infos())
+    path.rename(tmp_path / "moved")
+    del first
+    assert second["w"].tolist() == [1, 1, 1]
+    del second
+    assert before["w"].tolist() == [1, 1, 1]
+    del before
+    assert open_descriptors(tmp_path / "moved") == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_file_is_closed_with_the_weights_also_where_no_tensor_lies_raw_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save({"w": torch.eye(3).to_sparse()}, path)
+    with open_weights(path) as weights:
+        assert torch.equal(weights["w"], torch.eye(3))
+        assert open_descriptors(path) == 1
+    assert open_descriptors(path) == 0
+
+
+def test_many_threads_may_drop_weights_while_others_read(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "x.safetensors")
+
+    def use(_: int) -> float:
+        # In a circle, so that it is for the garbage collector, which begins anywhere.
+        circle: list[Any] = [open_file(tmp_path / "x.safetensors")]
+        circle.append(circle)
+        return circle[0]["w"].sum().item()
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(use, range(400))) == {3.0}
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_many_threads_read_one_file_at_once(tmp_path: Path) -> None:
