@@ -188,9 +188,10 @@ def _index_lies(
 ) -> IncompleteCheckpointError:
     there = [file for file in index.files if file not in problems]
     what = _listed([f"{file} {problem}" for file, problem in problems.items()])
+    tensors = index.tensors_in(problems)
     message = (
         f"{index.name} names {_count(len(index.files), 'file')}, but {what}: "
-        f"{index.count(problems)} of its {_count(len(index.weight_map), 'tensor')} should be in there"
+        f"{len(tensors)} of its {_count(len(index.weight_map), 'tensor')} should be in there"
     )
     hint = "fetch what is missing; a download may have stopped half-way"
     sets = {number.set if number else None for number in map(number_of, unindexed)}
@@ -203,7 +204,10 @@ def _index_lies(
         pattern = next(iter(sets)) if there and len(sets) == 1 else None
         options = "ignore_index=True" + (f", file_pattern={pattern!r}" if pattern else "")
         hint = f"to load what is there without the index, pass {options}; otherwise fetch the files that it names"
-    return IncompleteCheckpointError(message, file=f"{listing.where}/{index.name}", hint=hint)
+    # The first of them stands for all.
+    return IncompleteCheckpointError(
+        message, file=f"{listing.where}/{index.name}", tensor=next(iter(tensors), None), hint=hint
+    )
 
 
 # ------------------------------------------------------------------ without one

@@ -38,9 +38,9 @@ class Index:
         """The files it names, in the order of their first mention."""
         return tuple(dict.fromkeys(self.weight_map.values()))
 
-    def count(self, files: Container[str]) -> int:
-        """How many of its tensors are in these files."""
-        return sum(file in files for file in self.weight_map.values())
+    def tensors_in(self, files: Container[str]) -> list[str]:
+        """Its tensors that are in these files."""
+        return [name for name, file in self.weight_map.items() if file in files]
 
 
 def parse_index(raw: bytes, name: str, file: str) -> Index:
