@@ -416,6 +416,28 @@ def test_an_index_that_leads_out_of_its_folder_is_refused_before_anything_is_ope
     assert raised.value.tensor == "y"
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "9" * 5000, "model-" + "9" * 5000 + "-of-2.safetensors", "\ud800"])
+@pytest.mark.parametrize("tensor", ["w", "w" * 100_000])
+def test_an_index_that_names_what_no_file_can_be_called_is_incomplete_and_told_in_a_few_words(
+    tmp_path: Path, name: str, tensor: str
+) -> None:
+    write_index(touch(tmp_path, "model.safetensors"), {tensor: name})
+    with pytest.raises(IncompleteCheckpointError, match="can't be looked at") as raised:
+        select_files(tmp_path)
+    assert name[:100] in str(raised.value)
+    assert len(str(raised.value)) < 2000
+
+
+def test_a_name_of_any_length_is_told_in_a_few_words_and_kept_whole_for_programs(tmp_path: Path) -> None:
+    name = "w" * 100_000
+    write_index(tmp_path, {name: "../secret"})
+    with pytest.raises(UnsafeCheckpointError) as raised:
+        select_files(tmp_path)
+    assert raised.value.tensor == name
+    assert len(str(raised.value)) < 2000
+    assert "(100,0" in str(raised.value), "its length is said"
+
+
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
@@ -570,6 +592,15 @@ def test_the_hubs_cache_is_recognised_behind_a_link_to_the_snapshot(snapshot: Pa
     (tmp_path / "shortcut").symlink_to(snapshot)
     with pytest.raises(UnsafeCheckpointError):
         select_files(tmp_path / "shortcut")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_a_link_that_leads_in_a_circle_is_our_own_error(snapshot: Path, name: str) -> None:
+    touch(snapshot, "model.safetensors")
+    (snapshot / name).unlink(missing_ok=True)
+    (snapshot / name).symlink_to(name)
+    with pytest.raises((IncompleteCheckpointError, SourceNotFoundError), match=re.escape(name)):
+        select_files(snapshot)
 
 
 def test_blobs_that_the_hub_shares_among_repositories_are_followed_only_through_ones_own(snapshot: Path) -> None:

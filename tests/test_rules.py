@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from types import SimpleNamespace
@@ -775,6 +776,43 @@ def test_an_empty_rule_file_has_no_rules(tmp_path: Path) -> None:
 def test_malformed_rules_are_refused_with_the_form_they_should_have(value: Any, message: str) -> None:
     with pytest.raises(RuleError, match=re.escape(message)):
         parse_rules(value)
+
+
+@pytest.mark.parametrize("text", ["rename: {a: b, a: c}", "rename: {a: b}\nrename: {c: d}\n", "drop: [{a: 1, 'a': 2}]"])
+@pytest.mark.parametrize("form", ["text", "file"])
+def test_a_key_that_occurs_twice_is_refused_for_one_of_the_two_would_be_lost(
+    tmp_path: Path, text: str, form: str
+) -> None:
+    (tmp_path / "rules.yaml").write_text(text)
+    with pytest.raises(RuleError, match=r"the key '(a|rename)' occurs twice"):
+        parse_rules(text if form == "text" else tmp_path / "rules.yaml")
+
+
+@pytest.mark.parametrize(
+    "value", ["!!int x", "!!int ''", "!!bool x", "!!timestamp x", "!!float x", "2020-99-99", "9" * 5000, "[" * 20_000]
+)
+def test_what_yaml_can_not_make_of_a_text_is_our_own_error(value: str) -> None:
+    with pytest.raises(RuleError, match="no valid YAML"):
+        parse_rules(f"rename: {value}")
+
+
+def test_aliases_that_stand_for_more_than_fits_in_memory_are_told_in_a_few_words() -> None:
+    layers = "".join(f"  - &a{i} [{', '.join([f'*a{i - 1}'] * 9) if i else 'x'}]\n" for i in range(30))
+    with pytest.raises(RuleError) as caught:
+        parse_rules(f"rename:\n{layers}")
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_only_a_file_of_a_sensible_size_is_read_for_rules(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with (tmp_path / "sparse.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    for name, said in (("pipe", "not a regular file"), ("sparse", "too large"), ("binary", "UTF-8"), ("x" * 300, "x")):
+        for place in (tmp_path / f"{name}.yaml", str(tmp_path / f"{name}.yaml")):
+            with pytest.raises(RuleError, match=said):
+                parse_rules(place)
 
 
 def test_a_mistake_in_a_rule_file_names_the_file(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from weightloaders.errors import (
     OptionsError,
     SourceError,
     SourceNotFoundError,
+    SourceReadError,
     UnsafeCheckpointError,
 )
 from weightloaders.loaders.torch import TorchLoader
@@ -343,6 +344,36 @@ def test_reading_sparse_tensors_leaves_nothing_for_torch_to_trip_over() -> None:
     with torch.sparse.check_sparse_tensor_invariants():
         read_torch(source)
         assert torch.equal(torch.load(io.BytesIO(source.data), weights_only=True)["s"].to_dense(), dense())
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_named_with_its_file() -> None:
+    # More than any machine can address, in a file of a kilobyte.
+    size = 1 << 57
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (size,), check_invariants=True)
+    file = read_torch(saved({"expanded": torch.ones(1).expand(size), "sparse": sparse}))
+    for info in file.infos:
+        with pytest.raises(SourceReadError, match=f"not enough memory for tensor '{info.name}'") as refused:
+            read_tensor(info)
+        assert (refused.value.tensor, refused.value.file) == (info.name, "memory.pt")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("device", ["meta", "cpu", "cuda"])
+def test_a_default_device_has_no_say_in_what_is_read(device: str, legacy: bool) -> None:
+    content = {
+        "sparse": dense().to_sparse(),
+        "compressed": dense().to_sparse_csr(),
+        "view": torch.arange(6.0).reshape(2, 3).t(),
+        "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    source = saved(content, _use_new_zipfile_serialization=not legacy)
+    with torch.device(device):
+        found = {info.name: read_tensor(info) for info in read_torch(source).infos}
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
+    assert torch.equal(found["sparse"], dense())
+    assert torch.equal(found["compressed"], dense())
+    assert torch.equal(found["view"], content["view"])
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -983,8 +1014,11 @@ def test_without_torchs_unpickler_the_tensors_are_owned(tmp_path: Path, monkeypa
 
 def test_without_torchs_unpickler_quantized_tensors_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_pickle, "Unpickler", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(dense(), 0.1, 0, torch.qint8)
     with pytest.raises(CheckpointFormatError, match="'q', which is quantized"):
-        read({"q": torch.quantize_per_tensor(dense(), 0.1, 0, torch.qint8)})
+        read({"q": quantized})
 
 
 # ------------------------------------------------------------------ the loader
