@@ -95,7 +95,7 @@ def _check_pieces(step: CopyStep) -> None:
 
 def _copying(step: CopyStep, space: Workspace) -> Iterator[Job]:
     tensor = step.target.tensor
-    if is_plain(tensor) and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if is_plain(tensor) and tensor.is_contiguous():
         yield from _into_rows(step.target, step.pieces, space)
     elif step.pieces:
         yield Job(
