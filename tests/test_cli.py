@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from weightloaders import __version__
 from weightloaders.cli.main import app
 from weightloaders.errors import SourceNotFoundError
+from weightloaders.weights.weights import Weights
 
 
 def run(*arguments: object, status: int = 0, env: dict[str, str] | None = None, stdin: str | None = None):
@@ -550,20 +552,111 @@ def test_a_conversion_that_fails_leaves_nothing(stuck, monkeypatch, tmp_path, to
     assert [path.name for path in tmp_path.iterdir()] == ["modules"]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="kills a process")
-@pytest.mark.parametrize("to", ["safetensors", "binary"])
-def test_a_conversion_that_is_killed_leaves_nothing_that_looks_complete(stuck, environment, tmp_path, to):
-    waiting = tmp_path / "waiting"
-    command = [sys.executable, "-m", "weightloaders", "convert", "anything", str(tmp_path / "out"), "--to", to]
+@contextlib.contextmanager
+def converting(stuck: Path, environment: dict[str, str], target: Path, to: str, *wrapper: str):
+    """A conversion in a process of its own that is in the middle of its work."""
+    waiting = stuck / "waiting"
+    command = [*wrapper, sys.executable, "-m", "weightloaders", "convert", "anything", str(target), "--to", to]
     command += ["--loader", "stuck_in_the_middle:Loader", "--option", f"then={waiting}"]
-    with subprocess.Popen(command, env=importing_from(stuck, environment), stderr=subprocess.DEVNULL) as process:
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=importing_from(stuck, environment), **silent) as process:
         deadline = time.monotonic() + 60
         while not waiting.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kills a process")
+@pytest.mark.parametrize(
+    ("to", "target"), [("safetensors", "out"), ("safetensors", "x.safetensors"), ("binary", "out")]
+)
+def test_what_a_killed_conversion_leaves_does_not_look_complete_and_the_next_removes_it(
+    folder, stuck, environment, tmp_path, to, target
+):
+    with converting(stuck, environment, tmp_path / target, to) as process:
+        result = run("convert", folder, tmp_path / target, "--to", to, status=1)
+        assert "somebody else is saving there" in result.stderr
         process.send_signal(signal.SIGKILL)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / target).exists()
+    assert len(list(tmp_path.iterdir())) == 3
+    run("convert", folder, tmp_path / target, "--to", to)
+    assert {path.name for path in tmp_path.iterdir()} == {target, "modules"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_conversion_that_is_told_to_end_leaves_nothing(stuck, environment, tmp_path, name):
+    number = signal.Signals[name]
+    with converting(stuck, environment, tmp_path / "deep" / "out", "safetensors") as process:
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert [path.name for path in tmp_path.iterdir()] == ["modules"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+def test_what_shall_outlive_its_terminal_does(stuck, environment, tmp_path):
+    with converting(stuck, environment, tmp_path / "out", "binary", "nohup") as process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "two\nlines"])
+def test_a_name_that_the_format_can_not_hold_is_told_before_anything_is_read(tmp_path, monkeypatch, name):
+    torch.save({"first": torch.ones(2), name: torch.ones(2)}, tmp_path / "source.pt")
+    monkeypatch.setattr(Weights, "__getitem__", lambda self, name: pytest.fail("it was read"))
+    result = run("convert", tmp_path / "source.pt", tmp_path / "out", "--to", "binary", status=1)
+    assert repr(name) in result.stderr
+    if name == "\ud800":
+        for target in ("out", "out.safetensors"):
+            result = run("convert", tmp_path / "source.pt", tmp_path / "new" / target, "--to", "safetensors", status=1)
+            assert repr(name) in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+@pytest.mark.parametrize("target", ["x" * 300, "x" * 300 + ".safetensors", "~nobody_of_that_name/" + "x" * 300])
+def test_a_destination_that_can_not_be_is_named(folder, tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    result = run("convert", folder, target, "--to", "safetensors", status=1)
+    assert f"can't save {target}" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_name_the_destination_and_not_what_is_written_aside(tmp_path):
+    torch.save({"w": torch.ones(1).expand(1 << 57)}, tmp_path / "source.pt")
+    for to in ("safetensors", "binary"):
+        result = run("convert", tmp_path / "source.pt", tmp_path / "out", "--to", to, status=1)
+        assert "not enough memory for tensor 'w'" in result.stderr
+        assert ".saving" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_a_config_whose_dtype_can_not_be_changed_is_told_before_anything_is_read(tmp_path, monkeypatch):
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, source / "model.safetensors")
+    monkeypatch.setattr(Weights, "__getitem__", lambda self, name: pytest.fail("it was read"))
+    for text in ("{", "[" * 100_000):
+        (source / "config.json").write_text(text)
+        arguments = ("--to", "safetensors", "--dtype", "bfloat16")
+        assert "config.json" in run("convert", source, tmp_path / "out", *arguments, status=1).stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_empty_folder_is_filled_and_not_exchanged_for_it_may_be_a_volume(folder, tmp_path):
+    target = tmp_path / "volume"
+    target.mkdir()
+    before = target.stat().st_ino
+    run("convert", folder, target, "--to", "binary")
+    assert target.stat().st_ino == before
+    assert not list(target.glob(".*"))
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "exists already" in run("convert", folder, tmp_path / "link", "--to", "binary", status=1).stderr
 
 
 def test_progress_is_a_few_lines_or_none(folder, tmp_path):

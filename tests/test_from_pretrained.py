@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from weightloaders import LLM, BaseWeightLoader, from_pretrained, load_into, load_status, open_weights, save_weights
-from weightloaders.errors import ConfigError, LoadError, PlanError
+from weightloaders.errors import ConfigError, LoadError, ModelError, PlanError, SaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -385,3 +385,36 @@ def test_a_model_is_saved_over_what_it_was_loaded_from(tmp_path: Path) -> None:
     load_into(again, tmp_path, progress=False)
     assert torch.equal(again.weight, tensors["weight"])
     assert torch.equal(again.bias, tensors["bias"] + 1)
+
+
+@pytest.mark.parametrize("model", [nn.Linear, None, "model", {}], ids=repr)
+def test_only_a_model_can_be_saved(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(ModelError, match=r"an nn\.Module"):
+        save_weights(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [None, 5, b"out", "", "a\0", "x" * 300, "x" * 300 + ".safetensors"], ids=repr)
+def test_a_place_that_can_not_be_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SaveError, match="sav"):
+        save_weights(nn.Linear(2, 2), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "size", ["9" * 400 + "GB", "0GB", "0.1B", 0, -1, True, None, float("nan"), "5XB", "five"], ids=repr
+)
+def test_what_is_no_size_is_refused_before_anything_is_written(tmp_path: Path, size: Any) -> None:
+    for place in ("out", "out.safetensors"):
+        with pytest.raises(ConfigError, match="is no size"):
+            save_weights(nn.Linear(2, 2), tmp_path / place, max_shard_size=size)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("source", [None, 5, b"model", {"w": torch.ones(1)}, nn.Linear], ids=repr)
+def test_only_a_path_or_a_name_can_be_opened(source: Any) -> None:
+    with pytest.raises(ConfigError, match="a source is a str or a Path"):
+        open_weights(source)

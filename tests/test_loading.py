@@ -1079,6 +1079,31 @@ def test_verify_sha256_holds_the_files_against_what_is_known(tmp_path: Path) -> 
     assert digest(model) == before
 
 
+def sparse_file(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", ["m.safetensors.sha256", "SHA256SUMS"])
+def test_verify_sha256_reads_checksums_only_from_a_file_of_a_sensible_size(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "m.safetensors"
+    save_file(reference(), file)
+    model = Model()
+    before = digest(model)
+    for make, said in (
+        (os.mkfifo, "not a regular file"),
+        (sparse_file, "too large"),
+        (lambda path: path.write_bytes(b"\xff\xfe0\0"), "UTF-8"),
+        (lambda path: path.symlink_to("nowhere"), "No such file"),
+    ):
+        make(tmp_path / name)
+        with pytest.raises(SourceError, match=f"(?s){name}.*{said}"):
+            load_into(model, file, verify="sha256", progress=False)
+        (tmp_path / name).unlink()
+    assert digest(model) == before
+
+
 def test_verify_sha256_is_refused_where_there_is_no_file_to_check() -> None:
     class Override(BaseWeightLoader):
         def get_weights(self, model_name_or_path: str) -> Any:
