@@ -357,10 +357,13 @@ def test_plan_shows_wrappers_that_are_removed_and_prefixes_that_are_added(folder
     [
         (lambda name, tensor: (f"body.{name}", tensor), 'rename: {"body": ""}'),
         (
-            lambda name, tensor: (name, tensor.T.contiguous() if name.endswith("0.mlp.up_proj.weight") else tensor),
+            lambda name, tensor: (
+                name,
+                tensor.T.contiguous() if name.endswith("0.mlp.up_proj.weight") else tensor,
+            ),
             (
-                'convert: [{sources: "model.layers.0.mlp.up_proj.weight", targets: "model.layers.0.mlp.up_proj.weight", '
-                "function: transpose}]"
+                'convert: [{sources: "model.layers.0.mlp.up_proj.weight", '
+                'targets: "model.layers.0.mlp.up_proj.weight", function: transpose}]'
             ),
         ),
     ],
