@@ -359,6 +359,7 @@ def test_placeholders_are_an_error_whatever_the_policy() -> None:
     tensors = {n: t if "norm" in n else torch.empty(0) for n, t in state(Headed()).items()}
     plan = plan_load(Headed(), tensors, on_mismatch="ignore")
     assert len(plan.mismatched) == 8
+    assert plan.errors
     assert all("ZeRO-3" in str(f.hint) and "ignore" not in str(f.hint) for f in plan.errors)
 
 
@@ -455,6 +456,7 @@ def test_a_known_prefix_is_stripped_or_added_where_that_makes_the_plan_whole() -
 
 def test_a_known_prefix_is_not_applied_where_something_would_still_be_missing() -> None:
     body_only = {n: t for n, t in state(Body()).items() if n != "embed.weight"}
+    assert plan_load(Headed(), body_only, on_missing="warn").renamed == {}
     plan = plan_load(Headed(), body_only)
     assert not plan.ok
     assert set(plan.missing) == set(state(Headed()))
@@ -753,6 +755,7 @@ def test_a_tied_parameter_may_come_under_several_names_with_equal_values(tmp_pat
             plan = plan_load(Tied(), weights)
             assert plan.ok
             assert plan.tied["head.weight"] == "embed.weight"
+            assert plan.ignored == ["head.weight"]
             assert len(plan.steps) == 1
 
 
@@ -850,7 +853,7 @@ def test_neighbours_in_memory_are_not_tied() -> None:
     model.a = nn.Parameter(memory[:4])
     model.b = nn.Parameter(memory[4:])
     assert plan_load(model, {"a": counted(4)}).missing == ["b"]
-    plan = plan_load(model, {"a": counted(4), "b": counted(4, start=3)})
+    plan = plan_load(model, no_reading({"a": counted(4), "b": counted(4, start=3)}))
     assert plan.ok
     assert plan.tied == {}
 
@@ -859,12 +862,12 @@ def test_a_view_with_gaps_does_not_fill_what_lies_between() -> None:
     memory = torch.zeros(8)
     model = nn.Module()
     model.even = nn.Parameter(memory[::2])
-    model.odd = nn.Parameter(memory[1::2])
+    model.odd = nn.Parameter(memory[1:7:2])
     assert plan_load(model, {"even": counted(4)}).missing == ["odd"]
-    plan = plan_load(model, {"even": counted(4), "odd": counted(4)})
+    plan = plan_load(model, {"even": counted(4), "odd": counted(3)})
     assert plan.ok, str(plan)
     plan.run(model)
-    assert memory.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert memory.tolist() == [0, 0, 1, 1, 2, 2, 3, 0]
 
 
 def test_hundreds_of_doubly_named_tensors_are_compared_without_reading_more_than_twice(tmp_path: Path) -> None:
