@@ -213,12 +213,13 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
         HalfLoadedModelError: If the last load into the model failed on the way.
         ModelError: If the model is none.
         ConfigError: If the size is none.
-        SaveError: If something can't be written; what was there before stays.
+        SaveError: If something can't be written, or somebody else is saving there; what was there before stays.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"a model is an nn.Module that was made, not {_a(model)}")
-    if not isinstance(path, str | Path) or path == "":
-        raise SaveError(f"weights are saved to a str or a Path, not {_a(path)}", hint='e.g. "./folder"')
+    given: Any = path  # Users are not held to types.
+    if not isinstance(given, str | Path) or given == "":
+        raise SaveError(f"weights are saved to a str or a Path, not {_a(given)}", hint='e.g. "./folder"')
     shard_size = parse_size(max_shard_size)
     check_usable(model)
     targets = Targets(model)
