@@ -372,9 +372,14 @@ def test_a_model_that_is_only_moved_is_not_filled() -> None:
             load_into(Model(), "anywhere", loader=own(lambda model, weights, move=move: move(model)), progress=False)
 
 
-def test_a_loader_that_does_nothing_is_an_error_whatever_the_policy() -> None:
+@pytest.mark.parametrize("what", ["nothing", "looks at all"])
+def test_a_loader_that_fills_nothing_is_an_error_whatever_the_policy(what: str) -> None:
+    def load(model: nn.Module, weights: Any) -> None:
+        if what == "looks at all":
+            assert sum(tensor.sum() for tensor in weights.values()) != 0
+
     with pytest.raises(CoverageError):
-        load_into(Model(), "anywhere", loader=own(lambda model, weights: None), on_missing="ignore", progress=False)
+        load_into(Model(), "anywhere", loader=own(load), on_missing="ignore", progress=False)
 
 
 @pytest.mark.parametrize(
