@@ -133,9 +133,10 @@ def _values(seed: str, shape: tuple[int, ...], dtype: torch.dtype, std: float | 
     import torch
 
     if not dtype.is_floating_point and not dtype.is_complex:
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=7).digest()))
     # In float32 whatever the dtype: 8-bit floats have no generator of their own, and the values agree across dtypes.
-    values = torch.empty(shape)
+    # Whatever default device and dtype the user has set.
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
     values = values.uniform_(generator=generator) if std is None else values.normal_(0.0, std, generator=generator)
     return values.to(dtype)
