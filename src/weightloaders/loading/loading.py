@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightloaders import hooks
 from weightloaders.errors import (
     LoaderContractError,
     LoadError,
@@ -23,40 +19,23 @@ from weightloaders.errors import (
     summary,
 )
 from weightloaders.loading.context import LoadContext, current_context, within
-from weightloaders.loading.nesting import active_watches, alone, is_nested, watching
-from weightloaders.loading.preparing import (
-    groundwork,
-    make_ties,
-    mappers_for,
-    report_of,
-    show_progress,
-    targets_of,
-    warn_of,
-)
-from weightloaders.loading.status import marking
+from weightloaders.loading.nesting import alone
+from weightloaders.loading.preparing import make_ties, mappers_for, targets_of
+from weightloaders.loading.running import run
 from weightloaders.loading.streaming import load_stream
-from weightloaders.loading.watching import load_by_loader, load_by_model, own_load_weights, settle
+from weightloaders.loading.watching import load_by_loader, load_by_model, own_load_weights
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.plan import CallStep, ComputeStep, CopyStep, LoadPlan, Step, step_infos, step_targets
 from weightloaders.planner import Planner
 from weightloaders.targets import check_is_module
-from weightloaders.transfer.coverage import Coverage
-from weightloaders.transfer.engine import Transfer, Transferred
-from weightloaders.transfer.memory import is_plain
-from weightloaders.transfer.verify import check_finite, check_sha256
-from weightloaders.weights.info import TensorInfo
-from weightloaders.weights.source import close_files
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
+    from weightloaders.plan import LoadPlan
     from weightloaders.report import LoadReport
-    from weightloaders.targets import Target, Targets
-    from weightloaders.transfer.engine import ProgressEvent
+    from weightloaders.targets import Targets
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +166,7 @@ def load_planned(model: nn.Module, weights: Any, *, borrowed: bool = False) -> L
     if isinstance(wrapped, Stream):
         return load_stream(model, wrapped, context)
     targets = targets_of(model, context)
-    return _run(_plan(model, wrapped, targets, context), model, targets, context)
+    return run(_plan(model, wrapped, targets, context), model, targets, context)
 
 
 def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadPlan:
@@ -206,7 +185,7 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
         check_is_module(model)
         with alone(model):
             weights.check_open()
-            report = _run(plan, model, targets, context)
+            report = run(plan, model, targets, context)
             make_ties(model, context, report.loaded)
             return report
 
@@ -230,137 +209,6 @@ def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadCon
     plan = planner.plan(weights.infos(), notes=weights.notes, skipped=weights.skipped_files)
     plan.decided_by[:0] = decided_by
     return plan
-
-
-# ------------------------------------------------------------------ carrying a plan out
-
-
-def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext) -> LoadReport:
-    start = time.perf_counter()
-    plan.raise_if_errors()
-    now = targets_of(model, context, targets)
-    _check_same_model(plan, targets, now)
-    hooks.before_load(plan)
-    warn_of(plan)
-    infos = {id(info): info for step in plan.steps for info in step_infos(step)}.values()
-    try:
-        if context.verify == "sha256":
-            check_sha256(infos)
-        work = groundwork(model, now, context, plan.unfilled, plan.tied)
-        with show_progress(context) as progress, marking(model) as mark:
-            prepared = work.lay(mark)
-            if prepared.replaced:
-                plan.steps[:] = _for_new_objects(plan.steps, model)
-            try:
-                moved = _transfer(_without_aliases(plan.steps), model, context, progress)
-            except BaseException as error:
-                # Ctrl-C does not say what was written.
-                mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
-                raise
-            mark.touched = True
-            filled = [target for step in plan.steps for target in step_targets(step)]
-            for watch in active_watches():
-                for target in filled:
-                    watch.filled_by_us(target.tensor)
-            if context.verify == "finite":
-                check_finite(filled)
-    finally:
-        # They are opened again when they are needed again.
-        close_files(frozenset(extent.source.name for info in infos for extent in info.extents))
-    report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
-    if not is_nested(model):
-        hooks.after_load(report)
-    return report
-
-
-def _transfer(
-    steps: list[Step], model: nn.Module, context: LoadContext, progress: Callable[[ProgressEvent], object]
-) -> Transferred:
-    called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
-    if not called:
-        return Transfer(steps, progress=progress).run()
-    watch = Coverage(called)
-    with watching(model, watch):
-        moved = Transfer(steps, progress=progress, handed=watch.hand_out).run()
-    settle(watch, model, context, "the parameters' own weight_loader", moved)
-    return moved
-
-
-def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
-    """The plan speaks of parameters; they must still be those that the model has, and be as they were."""
-    planned = {target.name: target for step in plan.steps for target in step_targets(step)}
-    other = {
-        name for name, target in planned.items()
-        if name in now.by_name
-        and (now.by_name[name].tensor is not target.tensor or now.by_name[name].dtype != target.dtype)
-    }  # fmt: skip
-    changed = min(other | (then.by_name.keys() ^ now.by_name.keys()), default=None)
-    if changed is not None:
-        raise PlanError(
-            f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",
-            plan=plan, tensor=changed, hint="make the plan again",
-        )  # fmt: skip
-
-
-def _without_aliases(steps: list[Step]) -> list[Step]:
-    """The same steps, where what lies in memory that another step will overwrite is copied first."""
-    memory = {_address(target.tensor) for step in steps for target in step_targets(step)} - {None}
-    copies: dict[int, TensorInfo] = {}
-    for step in steps:
-        views = {_view(t.tensor) for t in step_targets(step) if _address(t.tensor) is not None}
-        for info in step_infos(step):
-            # Of what is in memory already the catalogue has the tensor; nothing else can lie in the model.
-            tensor = getattr(info.read, "tensor", None)
-            if isinstance(tensor, torch.Tensor) and _address(tensor) in memory and views != {_view(tensor)}:
-                copy = tensor.detach().clone()
-                copies[id(info)] = TensorInfo(info.name, info.dtype, info.shape, read=partial(_itself, copy))
-    if not copies:
-        return steps
-
-    def free(info: TensorInfo) -> TensorInfo:
-        return copies.get(id(info), info)
-
-    result: list[Step] = []
-    for step in steps:
-        if isinstance(step, CopyStep):
-            result.append(replace(step, pieces=tuple(p._replace(info=free(p.info)) for p in step.pieces)))
-        elif isinstance(step, CallStep):
-            result.append(replace(step, info=free(step.info)))
-        else:
-            sources = tuple(tuple(map(free, s)) if isinstance(s, tuple) else free(s) for s in step.sources)
-            result.append(replace(step, sources=sources))
-    return result
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    """Where the memory begins that a tensor is a view of; None where that can't be said."""
-    return tensor.untyped_storage().data_ptr() or None if is_plain(tensor) and not tensor.is_meta else None
-
-
-def _view(tensor: torch.Tensor) -> object:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _for_new_objects(steps: list[Step], model: nn.Module) -> list[Step]:
-    """The steps for the objects that the model has now."""
-    now = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-
-    def current(target: Target) -> Target:
-        return replace(target, tensor=now[target.name])
-
-    return [
-        replace(step, targets={name: current(target) for name, target in step.targets.items()})
-        if isinstance(step, ComputeStep)
-        else replace(step, target=current(step.target))
-        for step in steps
-    ]
 
 
 def default_weight_loader(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
