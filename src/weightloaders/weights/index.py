@@ -76,7 +76,13 @@ def parse_index(raw: bytes, name: str, file: str) -> Index:
     weight_map.pop("__metadata__", None)
     if not weight_map:
         raise CheckpointFormatError(f"the 'weight_map' of {name} names no tensors", file=file)
-    return Index(name, {tensor: _relative(value, tensor, name, file) for tensor, value in weight_map.items()})
+    # Many tensors name one file, so each file's name is looked at once.
+    checked: dict[Any, str] = {}
+    for tensor, value in weight_map.items():
+        # Only text is looked up: what else there may be can't all be hashed.
+        if type(value) is not str or value not in checked:
+            checked[value] = _relative(value, tensor, name, file)
+    return Index(name, {tensor: checked[value] for tensor, value in weight_map.items()})
 
 
 class _DuplicateKeyError(Exception):
