@@ -175,6 +175,7 @@ def prepare(
         dtype=dtype,
         stored_dtype=lambda: _stored_dtype(where, resolved),
         hub_options=hub_options,
+        device=context.device,
         **model_kwargs,
     )
     # What could not be built on meta is on the CPU.

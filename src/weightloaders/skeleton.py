@@ -19,6 +19,8 @@ from weightloaders.discovery import did_you_mean
 from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.resolve import resolve_folder
+from weightloaders.mapping.dtypes import is_codes
+from weightloaders.mapping.quantised import Quantisation, quantisation_for, refusal
 from weightloaders.mapping.transformers import tied_names
 
 if TYPE_CHECKING:
@@ -43,10 +45,12 @@ class Skeleton:
     Attributes:
         model: The model, on meta (or on the CPU where it could not be built on meta).
         dtypes: The dtype of parameters where it differs from what the model has now.
+        quantisation: How it takes a quantised checkpoint, where its config describes one.
     """
 
     model: nn.Module
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    quantisation: Quantisation | None = None
 
     def finalise(self, filled: Iterable[str]) -> list[str]:
         """Tie what the config ties, once the weights are in, and switch to evaluation.
@@ -61,7 +65,8 @@ class Skeleton:
             model.tie_weights(missing_keys=missing, recompute_mapping=False)
         model.eval()
         now = dict(_named(model))
-        return [
+        warnings = [] if self.quantisation is None else self.quantisation.finish(model)
+        return warnings + [
             f"the config ties {name} to {other}, but the source has different values for them; both are kept"
             for name, other in ties.items()
             if name in now and other in now and now[name] is not now[other]
@@ -98,6 +103,8 @@ def build_skeleton(
     stored_dtype: Callable[[], torch.dtype | None] | None = None,
     hub_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    quantization_config: Any = None,
+    device: torch.device | None = None,
     **model_kwargs: Any,
 ) -> Skeleton:
     """Build a transformers model from its config, without weights.
@@ -111,32 +118,33 @@ def build_skeleton(
         stored_dtype: Tells the dtype of the stored weights; asked only if it is needed.
         hub_options: ``revision``, ``cache_dir``, ``token``, ``subfolder``, ``local_files_only``.
         trust_remote_code: Whether code that comes with the model may run.
+        quantization_config: What is to differ from the config's own; see `quantisation_for`.
+        device: Where the model is to be; transformers' quantizers ask for that.
         **model_kwargs: For the config, and for the model's constructor.
 
     Raises:
         ConfigError: If torch has no such dtype, or transformers no such class; before a config is looked for.
-        ModelError: If there is no usable config, or transformers does not know its architecture.
+        ModelError: If there is no usable config, transformers does not know its architecture, or it can't load a
+            checkpoint that is quantised in this way here.
     """
     wanted = _dtype_named(dtype)
     auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
     folder = None if source is None or config is not None else _files_or_explain(source, hub_options)
     config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(
-            f"{source or 'the config'} describes a quantised model, which can't be built yet",
-            hint="convert the checkpoint to plain weights first, or load it into your own module with load_into",
-        )
     model_class = _model_class(config, auto_class, folder, trust_remote_code)
-    dtype = wanted or _own_dtype(config, stored_dtype)
     config = copy.deepcopy(config)
+    quantisation = quantisation_for(config, quantization_config, device, source or "the model")
+    dtype = wanted or _own_dtype(config, stored_dtype)
+    if quantisation is not None:
+        dtype = quantisation.dtype(dtype)
     # The config is saved with the model, and then says what it is loaded as.
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         if part is not None:
             part.dtype = dtype
-    model = _on_meta(model_class, config, dtype, model_kwargs)
+    model = _on_meta(model_class, config, dtype, model_kwargs, quantisation)
     _add_generation_config(model, folder)
-    return Skeleton(model, _kept_dtypes(model, dtype))
+    return Skeleton(model, _kept_dtypes(model, dtype), quantisation)
 
 
 def _files_or_explain(source: str, hub_options: Mapping[str, Any] | None) -> Path:
@@ -258,12 +266,16 @@ def _own_dtype(config: Any, stored: Callable[[], torch.dtype | None] | None) -> 
     return dtype
 
 
-def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, kwargs: dict[str, Any]) -> nn.Module:
+def _on_meta(
+    model_class: Any, config: Any, dtype: torch.dtype, kwargs: dict[str, Any], quantisation: Quantisation | None = None
+) -> nn.Module:
     import transformers
 
     try:
-        contexts = model_class.get_init_context(dtype, False, False, False)
-    except (AttributeError, TypeError):
+        contexts = model_class.get_init_context(dtype, quantisation is not None, False, False)
+    except (AttributeError, TypeError) as error:
+        if quantisation is not None:
+            raise refusal(quantisation.quantizer, error) from error
         logger.warning(
             "transformers %s builds models in another way than the versions that were tested; the model is built on "
             "the CPU, with values that the weights then replace, which takes longer",
@@ -279,6 +291,8 @@ def _on_meta(model_class: Any, config: Any, dtype: torch.dtype, kwargs: dict[str
         for context in contexts:
             stack.enter_context(context)
         model: nn.Module = _constructed(lambda: model_class(config, **kwargs), model_class)
+        if quantisation is not None:
+            quantisation.prepare(model, dtype)
     return model
 
 
@@ -298,9 +312,9 @@ def _kept_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)  # noqa: SLF001 -- transformers' own list of them
     patterns = [(re.compile(pattern.replace("*", ".*")), kept) for pattern, kept in plan.items()]
     kept_dtypes = {}
-    for name, _ in _named(model):
+    for name, tensor in _named(model):
         kept = next((kept for pattern, kept in patterns if pattern.search(name)), None)
-        if kept is not None:
+        if kept is not None and not is_codes(tensor.dtype):
             kept_dtypes[name] = kept
     return kept_dtypes
 
@@ -316,5 +330,5 @@ def _add_generation_config(model: Any, folder: Path | None) -> None:
 
 
 def stored_dtype_of(weights: Weights) -> torch.dtype | None:
-    """The dtype of the first floating-point tensor of a catalogue."""
-    return next((info.dtype for info in weights.infos() if info.dtype.is_floating_point), None)
+    """The dtype of the first floating-point tensor of a catalogue; 8-bit codes don't count."""
+    return next((info.dtype for info in weights.infos() if not is_codes(info.dtype)), None)

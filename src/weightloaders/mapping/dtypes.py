@@ -13,11 +13,16 @@ def may_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or (source in _PRECISION and target in _PRECISION)
 
 
+def is_codes(dtype: torch.dtype) -> bool:
+    """Whether values of a dtype may stand for something else than themselves, so that no cast may touch them."""
+    return dtype not in _PRECISION
+
+
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast that may be made loses precision or range.
+    """Whether a cast that may be made loses precision or range; codes that were de-quantised are none.
 
     bfloat16 and float16 each hold numbers that the other does not.
     """
     if source == target:
         return False
-    return {source, target} == {torch.bfloat16, torch.float16} or _PRECISION[source] > _PRECISION[target]
+    return {source, target} == {torch.bfloat16, torch.float16} or _PRECISION.get(source, 0) > _PRECISION.get(target, 0)

@@ -11,12 +11,15 @@ import copy
 import functools
 import logging
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.names import Claim, Group, as_index
+from weightloaders.mapping.quantised import quantisation_of
+from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,10 +91,16 @@ class ConversionMapper:
         self._converters: list[Any] = []
         self._by_pattern: dict[str, Any] = {}
         self._indices: dict[str, re.Pattern[str]] = {}
+        self._quantisation = quantisation_of(model)
+        # For each target, and each pattern that leads there, the name of one source.
+        self._sources: dict[str, dict[str, str]] = defaultdict(dict)
         try:
             from transformers import conversion_mapping, core_model_loading
 
-            transforms = conversion_mapping.get_model_conversion_mapping(model)
+            quantizer = self._quantisation.quantizer if self._quantisation else None
+            transforms = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
+            if self._quantisation:
+                self._quantisation.transforms = transforms
             self._renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
             self._converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
             self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
@@ -110,6 +119,8 @@ class ConversionMapper:
         if pattern is None:
             return None if renamed == name else Claim(renamed, (f"transformers: {name} -> {renamed}",))
         converter = self._by_pattern[pattern]
+        if self._quantisation:
+            self._sources[renamed][pattern] = name
         group = Group(
             key=("transformers", renamed),
             slots=tuple(converter.source_patterns),
@@ -137,8 +148,21 @@ class ConversionMapper:
     def _convert(
         self, tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]], *, converter: Any, target: str
     ) -> dict[str, torch.Tensor]:
-        run = copy.deepcopy(converter)
         wanted = self._own[target].dtype if target in self._own else None
+        if self._quantisation and self._quantisation.loads(converter):
+            found = {
+                p: [t] if isinstance(t, torch.Tensor) else t
+                for p, t in zip(converter.source_patterns, tensors, strict=True)
+            }
+            present = [tensor for parts in found.values() for tensor in parts]
+            if self._quantisation.has_codes(found, self._sources[target]):
+                if any(isinstance(tensor, SymbolicTensor) for tensor in present):
+                    raise Untraceable(f"{self._quantisation.method}: codes times their scales")
+                # The scales are not the model's to cast.
+                wanted = None
+            elif len(present) == 1 and len(converter.operations) == 1:
+                return {target: present[0]}
+        run = copy.deepcopy(converter)
         for pattern, parts in zip(run.source_patterns, tensors, strict=True):
             for part in [parts] if isinstance(parts, torch.Tensor) else parts:
                 # What is arithmetic is done in the model's dtype, as transformers does it; a plain move is cast later.
