@@ -698,7 +698,7 @@ def test_an_unknown_name_brings_the_nearest_and_all_names(registry):
         registry.create("my_costum")
     assert isinstance(caught.value, LookupError)
     assert "did you mean 'my_custom'?" in str(caught.value)
-    assert "available: auto, binary, dummy, hf, local, my_custom, torch" in str(caught.value)
+    assert "available: auto, binary, dummy, hf, http, local, my_custom, torch" in str(caught.value)
     with pytest.raises(UnknownLoaderError, match="did you mean 'hf'"):
         registry.get("HF")
     with pytest.raises(UnknownLoaderError):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from weightloaders.errors import ConfigError, ModelError, SaveError
+from weightloaders.loaders.headers_only import headers_only
 from weightloaders.loaders.place import as_name
 from weightloaders.loading import LoadContext, check_usable, get_weights, is_borrowed, make_plan
 from weightloaders.mapping.parsing import parse_rules
@@ -34,15 +35,16 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Weights:
-    """Open a source and say what it holds. No data is read.
+    """Open a source and say what it holds. No data is read, and nothing is downloaded from the hub.
 
     Args:
-        source: A folder, a file, a hub id, whatever the loader understands.
+        source: A folder, a file, a hub id, a web address, whatever the loader understands.
         loader: A loader's name, class or instance, or ``"package.module:Class"``.
         **kwargs: The loader's options.
 
     Returns:
-        The weights; close them, or use them as a context manager.
+        The weights; close them, or use them as a context manager. Tensors of a repository on the hub that is not in
+        the cache are read from there, in parts.
 
     Raises:
         SourceError: If the source is not there or not whole.
@@ -54,7 +56,8 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         raise ConfigError(f"a source is a str or a Path, not {_a(source)}", hint="weights themselves need no opening")
     name = as_name(source)
     found = WeightLoaderRegistry.resolve(loader, kwargs, source=name)
-    return as_catalogue(get_weights(found, name), borrowed=is_borrowed(found, name))
+    with headers_only():
+        return as_catalogue(get_weights(found, name), borrowed=is_borrowed(found, name))
 
 
 def plan_load(

@@ -12,6 +12,7 @@
     │   ├── DuplicateTensorError       (ValueError)         one name, two different values
     │   ├── UnsafeCheckpointError      (ValueError)         a pickle that runs code, a path that leaves the folder
     │   ├── SourceReadError            (OSError)            bytes that could not be read, or changed meanwhile
+    │   │   └── RemoteReadError                             an address whose server can't be reached, or refuses
     │   ├── SourceClosedError          (ValueError)         the weights were closed
     │   └── UnknownTensorError         (KeyError)           the source has no tensor of that name
     ├── RegistryError
@@ -158,6 +159,20 @@ class UnsafeCheckpointError(SourceError, ValueError):
 
 class SourceReadError(SourceError, OSError):
     """Bytes could not be read, or the file changed since it was catalogued."""
+
+
+class RemoteReadError(SourceReadError):
+    """What lies at an address could not be read: the server can't be reached, refuses, or does not serve parts.
+
+    Attributes:
+        status: The status that it answered with; None if it did not answer.
+        code: The hub's own code for the reason; empty where there is none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, code: str = "", **where: Any) -> None:
+        super().__init__(message, **where)
+        self.status = status
+        self.code = code
 
 
 class SourceClosedError(SourceError, ValueError):

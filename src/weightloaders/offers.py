@@ -44,6 +44,7 @@ BUILT_IN = {
     "binary": "weightloaders.loaders.binary:BinaryLoader",
     "dummy": "weightloaders.loaders.dummy:DummyLoader",
     "hf": "weightloaders.loaders.hf:HuggingFaceLoader",
+    "http": "weightloaders.loaders.http:HttpLoader",
     "local": "weightloaders.loaders.local:LocalLoader",
     "torch": "weightloaders.loaders.torch:TorchLoader",
 }
@@ -54,6 +55,7 @@ DESCRIPTIONS = {
     "binary": "meta.txt and model.bin: packed values with a list of names and shapes",
     "dummy": "seeded random values in the shapes that a transformers config implies",
     "hf": "Hugging Face folders and repositories on the hub",
+    "http": "safetensors and .bin at an https address, read in parts",
     "local": "safetensors from a folder or file",
     "torch": "PyTorch's .bin, .pt and .pth, weights-only",
 }

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
-# Options of the hub that find a config as well as weights.
-HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+# Options of the hub, and of the web, that find a config as well as weights.
+HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only", "headers")
 
 
 @dataclass(slots=True)
@@ -90,8 +90,8 @@ def model_files(source: str | Path, hub_options: Mapping[str, Any] | None = None
         SourceError: If there is no such folder or repository, or nothing of the kind in it.
     """
     options = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
-    subfolder = options.pop("subfolder", "")
-    return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder, needed=needed)
+    subfolder, headers = options.pop("subfolder", ""), options.pop("headers", None)
+    return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder, needed=needed, headers=headers)
 
 
 def build_skeleton(

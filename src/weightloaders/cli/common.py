@@ -180,6 +180,16 @@ def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
     return options
 
 
+def names_a_file(source: str) -> bool:
+    """Whether it is one file, on disk or at an address, rather than a folder or a repository."""
+    from weightloaders.loaders.web import split_address
+    from weightloaders.weights.http import is_web_address
+
+    if is_web_address(source):
+        return bool(split_address(source)[1])
+    return Path(source).expanduser().is_file()
+
+
 def policies(**given: Sequence[str] | None) -> dict[str, Any]:
     """The policies that were given, as `plan_load` and the like take them, by the names of their arguments.
 

@@ -22,6 +22,7 @@ from weightloaders.cli.common import (
     TrustRemoteCode,
     counted,
     loader_options,
+    names_a_file,
     policies,
     remark,
     rules_file,
@@ -73,20 +74,23 @@ def plan_source(
 ) -> None:
     """Show what would go where if SRC were loaded into the model. Exit status 1 if it does not fit."""
     from weightloaders.api import open_weights, plan_load
+    from weightloaders.loaders.headers_only import headers_only
     from weightloaders.skeleton import build_skeleton
 
     options = loader_options(option)
     decided = policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch)
-    if model is None and Path(source).expanduser().is_file():
+    if model is None and names_a_file(source):
         raise ModelError(
             f"{source} is a file, which says nothing of the model that it is for",
             file=source,
             hint="name the folder or hub id with the model's config: --model DIR",
         )
-    skeleton = build_skeleton(
-        model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
-    )
-    with open_weights(source, loader, **options) as weights:
+    with headers_only():
+        skeleton = build_skeleton(
+            model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
+        )
+        opened = open_weights(source, loader, **options)
+    with opened as weights:
         plan = plan_load(skeleton.model, weights, rules=rules_file(rules), **decided)
         if json:
             say(plan.to_json())

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightloaders.errors import OptionsError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
-from weightloaders.loaders.hub import HubAccess, HubFiles, repository_at
+from weightloaders.loaders.headers_only import only_headers_are_wanted
+from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate, looks_like_repository
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.files import Selection, choose_files, holds_weights, select_files
-from weightloaders.weights.folder import A_FOLDER, kind_of
+from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from weightloaders.loaders.hub_files import HubFiles
     from weightloaders.weights.weights import Weights
 
 
@@ -70,7 +72,9 @@ class HuggingFaceLoader(BaseWeightLoader):
         self.safe_globals = tuple(safe_globals)
 
     def get_weights(self, model_name_or_path: str) -> Weights:
-        """Catalogue a folder's or repository's checkpoint; from the hub, download its files first.
+        """Catalogue a folder's or repository's checkpoint; of one on the hub, download the files first.
+
+        Where only headers are wanted (`weightloaders.open_weights`), they are read on the hub instead.
 
         Args:
             model_name_or_path: A folder, or the id of a repository.
@@ -110,7 +114,10 @@ class HuggingFaceLoader(BaseWeightLoader):
         files = files.within(self.subfolder)
         # Chosen from the repository's listing, so that nothing else is downloaded.
         selection = choose_files(files, self.wanted)
-        return replace(selection, folder=files.download(selection.files))
+        if only_headers_are_wanted():
+            files.look_at(selection.files)
+            return selection
+        return replace(selection, listing=FolderListing(files.download(selection.files)))
 
     @classmethod
     def probe(cls, path: str) -> Probe:

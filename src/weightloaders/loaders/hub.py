@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
@@ -18,23 +17,25 @@ from typing import TYPE_CHECKING, TypeVar
 from weightloaders.errors import (
     IncompleteCheckpointError,
     OptionsError,
+    RemoteReadError,
     SourceError,
     SourceNotFoundError,
-    SourceReadError,
 )
-from weightloaders.weights.file_names import family_of
+from weightloaders.loaders.headers_only import asked_once, only_headers_are_wanted
+from weightloaders.loaders.hub_files import HubFiles, explained
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
+from weightloaders.weights.http import HttpSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from weightloaders.loaders.place import Place
+    from weightloaders.weights.source import ByteSource
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_DOWNLOADS = 4
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
@@ -70,15 +71,7 @@ class HubAccess:
     @property
     def offline_because(self) -> str | None:
         """The switch that keeps from asking the hub; None if there is none."""
-        if self.local_files_only:
-            return "local_files_only=True"
-        # huggingface_hub reads these when it is imported; they may be set later.
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-            if os.environ.get(name, "").upper() in _TRUE:
-                return f"{name}={os.environ[name]}"
-        from huggingface_hub import constants
-
-        return "huggingface_hub's offline mode" if constants.HF_HUB_OFFLINE else None
+        return "local_files_only=True" if self.local_files_only else offline_because()
 
     @property
     def cache(self) -> Path:
@@ -90,9 +83,25 @@ class HubAccess:
     @property
     def endpoint(self) -> str:
         """The address of the hub, or of a mirror."""
-        from huggingface_hub import constants
+        return hub_endpoint()
 
-        return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+
+def offline_because() -> str | None:
+    """The switch that keeps from asking the network; None if there is none."""
+    # huggingface_hub reads these when it is imported; they may be set later.
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if os.environ.get(name, "").upper() in _TRUE:
+            return f"{name}={os.environ[name]}"
+    from huggingface_hub import constants
+
+    return "huggingface_hub's offline mode" if constants.HF_HUB_OFFLINE else None
+
+
+def hub_endpoint() -> str:
+    """The address of the hub, or of a mirror."""
+    from huggingface_hub import constants
+
+    return (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
 
 
 def repository_at(place: Place, access: HubAccess) -> Repository:
@@ -190,10 +199,14 @@ class Repository:
         # Of whichever HTTP library it uses; failing to connect is one of these too.
         transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
         try:
-            files = self._list()
+            files = asked_once((self.access.endpoint, self.name, self.revision), self._list)
             result = from_hub(files)
-            self._remember(files.commit)
+            # What is only looked at is not in the cache, so the cache can't stand for it later.
+            if not only_headers_are_wanted():
+                self._remember(files.commit)
             return result, f"{self.name} at {files.commit} from {self.access.endpoint}"
+        except RemoteReadError as error:
+            return self._stand_in(from_cache, error)
         except SourceError:
             raise
         except (transport_error, errors.EntryNotFoundError, OSError, ValueError, KeyError, TypeError) as error:
@@ -203,7 +216,7 @@ class Repository:
         """What the cache has instead, after the hub failed."""
         from huggingface_hub import errors
 
-        failure = _explained(error, self)
+        failure = explained(error, self)
         message = failure.message
         # Somebody who asks for a revision that does not exist is not served an older one.
         if not isinstance(error, errors.RevisionNotFoundError):
@@ -281,6 +294,22 @@ class Repository:
             raise ValueError("the reply names no commit or no files")
         return HubFiles(self, info.sha, frozenset(sibling.rfilename for sibling in info.siblings))
 
+    def source(self, file: str, commit: str) -> ByteSource:
+        """A file to be read in parts: in the cache if it is there, else on the hub.
+
+        Raises:
+            UnsafeCheckpointError: If a link in the cache leads out of it.
+        """
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        snapshot = FolderListing(self._folder / "snapshots" / commit)
+        if not snapshot.problems([file]):
+            snapshot.check_links([file])
+            return snapshot.open(file)
+        url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
+        return HttpSource(url, build_hf_headers(token=self.access.token))
+
     def download(self, file: str, commit: str) -> Path:
         """The path of a file in the cache, to which it is downloaded if it is not there."""
         from huggingface_hub import hf_hub_download
@@ -295,109 +324,3 @@ class Repository:
                 endpoint=self.access.endpoint,
             )
         )
-
-
-@dataclass(frozen=True)
-class HubFiles:
-    """The files of a repository, or of a sub-folder, at one commit: a `weightloaders.weights.candidates.Listing`."""
-
-    repository: Repository
-    commit: str
-    all_files: frozenset[str]
-    subfolder: str = ""
-    odd: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def where(self) -> str:
-        """The address, for messages."""
-        return f"hf://{self.repository.name}@{self.commit}" + (f"/{self.subfolder}" if self.subfolder else "")
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The files that lie directly in the folder."""
-        return frozenset(name for name in self._inside() if "/" not in name)
-
-    def within(self, subfolder: str) -> HubFiles:
-        """The files of a sub-folder."""
-        return replace(self, subfolder=subfolder)
-
-    def problem(self, name: str) -> str | None:
-        """What is wrong with a file of that relative path; None if it is in the repository."""
-        return None if self._full(name) in self.all_files else "is not in the repository"
-
-    def subfolders_with_weights(self) -> list[str]:
-        """Sub-folders in which files look like weights."""
-        return sorted({name.split("/")[0] for name in self._inside() if "/" in name and family_of(name)})
-
-    def read(self, name: str) -> bytes:
-        """The content of an index, which is downloaded."""
-        return FolderListing(self.download([name])).read(name)
-
-    def download(self, names: Sequence[str]) -> Path:
-        """Download what is not in the cache yet.
-
-        Args:
-            names: Relative paths.
-
-        Returns:
-            The folder in the cache that they are in now.
-        """
-        with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="weightloaders-download") as pool:
-            tasks = [pool.submit(self.repository.download, self._full(name), self.commit) for name in names]
-            try:
-                paths = [task.result() for task in tasks]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        folder = paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
-        FolderListing(folder).check_links(names)
-        return folder
-
-    def _inside(self) -> list[str]:
-        prefix = f"{self.subfolder}/" if self.subfolder else ""
-        return [name.removeprefix(prefix) for name in self.all_files if name.startswith(prefix)]
-
-    def _full(self, name: str) -> str:
-        return f"{self.subfolder}/{name}" if self.subfolder else name
-
-
-def _explained(error: Exception, repository: Repository) -> SourceError:
-    """An error of huggingface_hub in our own words."""
-    from huggingface_hub import errors
-
-    name, hub = repository.name, repository.access.endpoint
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    authorise = "pass token=..., set HF_TOKEN, or run `hf auth login`"
-    if isinstance(error, errors.GatedRepoError):
-        return SourceReadError(
-            f"{name} is gated, and needs a token of an account that was granted access",
-            file=name,
-            hint=f"ask for access at {hub}/{name}, then {authorise}",
-        )
-    if status in (401, 403):
-        return SourceNotFoundError(
-            f"{hub} does not show {name} (status {status}): "
-            "there is no such repository, or it is private or gated and needs a token",
-            file=name,
-            hint=f"check the name (a folder on disk is given as ./{name}); or {authorise}",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return SourceNotFoundError(f"{name} has no revision {repository.revision!r} on {hub}", file=name)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return SourceNotFoundError(
-            f"there is no repository {name} on {hub}",
-            file=name,
-            hint=f"check the name (a folder on disk is given as ./{name}); if it is private, {authorise}",
-        )
-    detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if isinstance(error, OSError) and error.errno is not None:
-        return SourceReadError(
-            f"can't get {name}, because of a file on this machine ({detail})",
-            file=name,
-            hint=f"downloads need a cache that can be written; it is {repository.access.cache}, or what cache_dir says",
-        )
-    return SourceReadError(
-        f"can't get {name} from {hub} ({detail})",
-        file=name,
-        hint="check the network, and HF_ENDPOINT if a mirror is used",
-    )

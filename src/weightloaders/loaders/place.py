@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weightloaders.errors import SourceNotFoundError
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.folder import A_FOLDER, kind_of
+from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,12 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
         raise SourceNotFoundError("the name of the source is empty", hint="the working directory is called '.'")
     if text.startswith(_SCHEME):
         return _address(text)
+    if is_web_address(text):
+        raise SourceNotFoundError(
+            f"{shown(text)} is neither a folder nor a repository on the hub, but a web address",
+            file=shown(text),
+            hint="web addresses are read by the loader 'http'",
+        )
     path = Path(text).expanduser()
     kind = kind_of(path)
     if kind is None or path.is_absolute() or text.startswith((".", "~")):

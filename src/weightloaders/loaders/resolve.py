@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
 import fnmatch
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import SourceError, SourceNotFoundError
-from weightloaders.loaders.hub import HubAccess, HubFiles, repository_at
+from weightloaders.loaders.headers_only import only_headers_are_wanted
+from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate
+from weightloaders.loaders.web import WebFolder, split_address
 from weightloaders.weights.folder import FolderListing, kind_of
+from weightloaders.weights.http import in_parallel, is_web_address, shown
+from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from weightloaders.loaders.hub_files import HubFiles
 
 # Everything of a model but its weights: config, tokenizer, chat template, and code for who trusts it.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
+# What a model without weights is built from.
+_FOR_BUILDING = ("config.json", "generation_config.json", "*.py")
+# The names that transformers writes; the web has no listings to match patterns with.
+_USUAL_NAMES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
+    "chat_template.jinja", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+_MAX_BYTES = 1 << 28
 
 
 def resolve_folder(
@@ -25,15 +42,17 @@ def resolve_folder(
     access: HubAccess | None = None,
     subfolder: str = "",
     needed: str = "",
+    headers: Mapping[str, str] | None = None,
 ) -> Path:
     """The folder with a model's files of these names; downloaded, if they are on the hub.
 
     Args:
-        name: A folder or a repository, told apart as by `locate`.
+        name: A folder or a repository, told apart as by `locate`; or a web address.
         patterns: Globs of file names, e.g. ``["config.json", "tokenizer*"]``. One that matches nothing is no error.
         access: How to reach the hub.
         subfolder: Where the files lie within the folder or repository.
         needed: The file without which the others are of no use. Default: any of them will do.
+        headers: What is sent with each request to a web address.
 
     Raises:
         SourceNotFoundError: If there is no such folder or repository, or no file in it matches, or none of that name.
@@ -57,6 +76,8 @@ def resolve_folder(
 
     def on_hub(files: HubFiles) -> Path:
         files = files.within(subfolder)
+        if only_headers_are_wanted():
+            return _fetched(files, [name for name in matching(files) if _is_for_building(name)])
         return files.download(matching(files))
 
     def holds(folder: Path) -> bool:
@@ -65,7 +86,45 @@ def resolve_folder(
         except SourceError:
             return False
 
+    if is_web_address(str(name)):
+        return _from_the_web(str(name), subfolder, patterns, needed, headers)
     place = locate(name, holds)
     if place.path is not None:
         return on_disk(place.path)
     return repository_at(place, access or HubAccess()).obtain(on_hub, on_disk)[0]
+
+
+def _is_for_building(name: str) -> bool:
+    # A backslash in a name separates on some systems.
+    return "\\" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _FOR_BUILDING)
+
+
+def _from_the_web(
+    url: str, subfolder: str, patterns: Sequence[str], needed: str, headers: Mapping[str, str] | None
+) -> Path:
+    parent, file = split_address(url)
+    if file:
+        raise SourceNotFoundError(f"{file} at {shown(parent)} is a file, where a folder is wanted", file=shown(url))
+    folder = WebFolder(url, headers, subfolder)
+    wanted = {name for name in _USUAL_NAMES if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    if only_headers_are_wanted():
+        wanted = set(filter(_is_for_building, wanted))
+    names = sorted(wanted | {needed} if needed else wanted)
+    problems = folder.problems(names)
+    there = [name for name in names if name not in problems]
+    if not there or needed in problems:
+        lacking = (
+            f"{needed} at {folder.where}: it {problems[needed]}" if needed else f"file of a model at {folder.where}"
+        )
+        raise SourceNotFoundError(f"there is no {lacking}", file=folder.where)
+    return _fetched(folder, there)
+
+
+def _fetched(files: HubFiles | WebFolder, names: Sequence[str]) -> Path:
+    """Files in a folder of their own, outside of all caches, which is gone when the process ends."""
+    contents = in_parallel(lambda name: read_small(files.open(name), _MAX_BYTES), names)
+    folder = Path(tempfile.mkdtemp(prefix="weightloaders-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, content in zip(names, contents, strict=True):
+        (folder / name).write_bytes(content)
+    return folder

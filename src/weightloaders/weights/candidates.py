@@ -23,7 +23,9 @@ from weightloaders.weights.file_names import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from weightloaders.weights.source import ByteSource
 
 
 class Listing(Protocol):
@@ -41,11 +43,14 @@ class Listing(Protocol):
     def odd(self) -> Mapping[str, str]:
         """Names of things in it that are no regular files, with what they are ("is a folder")."""
 
-    def problem(self, name: str) -> str | None:
-        """What is wrong with a file of that relative path ("is not there"); None if it can be read."""
+    def problems(self, names: Sequence[str]) -> dict[str, str]:
+        """What is wrong with files of these relative paths ("is not there"); those that can be read are left out."""
 
     def read(self, name: str) -> bytes:
-        """The content of a small file."""
+        """The content of an index."""
+
+    def open(self, name: str) -> ByteSource:
+        """A file of that relative path."""
 
     def subfolders_with_weights(self) -> list[str]:
         """Sub-folders in which files look like weights, for a hint."""

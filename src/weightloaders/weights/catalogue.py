@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weightloaders.errors import DuplicateTensorError, IncompleteCheckpointError
 from weightloaders.weights.reading import same_values
 from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_safetensors
-from weightloaders.weights.source import FileSource, close_files
+from weightloaders.weights.source import close_files
 from weightloaders.weights.torch_zip import read_torch
 from weightloaders.weights.weights import Weights
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from weightloaders.weights.index import Index
     from weightloaders.weights.info import TensorInfo
 
-# Headers are short and far away at worst (a network file system): waiting is what threads save here.
-_THREADS = 8
+# Headers are short and far away at worst (a network file system, a hub): waiting is what threads save here.
+_THREADS = 16
 _SHOWN = 6
 
 
@@ -63,14 +63,15 @@ def catalogue(
     for content in contents.values():
         metadata = {**content.metadata, **metadata}
     # By name, for not every tensor says where it is read from: sparse and compressed ones have no extents.
-    close = partial(close_files, frozenset(str(selection.folder / file) for file in selection.files))
+    close = partial(close_files, frozenset(content.place for content in contents.values()))
     return Weights.describe(infos, close, metadata=metadata, skipped_files=selection.skipped, notes=notes)
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """What one file holds, whatever its format."""
+    """What one file holds, whatever its format; ``place`` is its source's name."""
 
+    place: str
     infos: Sequence[TensorInfo]
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -79,8 +80,9 @@ class _Contents:
 
 def _read_headers(selection: Selection, max_header_bytes: int) -> dict[str, _Contents]:
     def read(file: str) -> _Contents:
-        header = read_safetensors(FileSource(selection.folder / file), max_header_bytes=max_header_bytes)
-        return _Contents(header.infos, header.metadata)
+        source = selection.listing.open(file)
+        header = read_safetensors(source, max_header_bytes=max_header_bytes)
+        return _Contents(source.name, header.infos, header.metadata)
 
     if len(selection.files) == 1:
         return {file: read(file) for file in selection.files}
@@ -92,8 +94,9 @@ def _read_pickles(selection: Selection, key: str | None, safe_globals: Sequence[
     # One after the other: what a pickle may use is set for the whole process.
     contents = {}
     for file in selection.files:
-        read = read_torch(FileSource(selection.folder / file), key=key, safe_globals=safe_globals)
-        contents[file] = _Contents(read.infos, notes=read.notes, non_tensors=read.non_tensors)
+        source = selection.listing.open(file)
+        read = read_torch(source, key=key, safe_globals=safe_globals)
+        contents[file] = _Contents(source.name, read.infos, notes=read.notes, non_tensors=read.non_tensors)
     return contents
 
 
@@ -110,7 +113,7 @@ def _as_indexed(
         elif tensor not in contents[file].non_tensors:
             absent.append((tensor, file))
     if absent:
-        raise _not_where_indexed(selection, index, absent, held)
+        raise _not_where_indexed(index, absent, contents)
     rest: dict[str, list[TensorInfo]] = {}
     for file, infos in held.items():
         copies = [name for name in infos if index.weight_map.get(name, file) != file]
@@ -125,20 +128,17 @@ def _as_indexed(
 
 
 def _not_where_indexed(
-    selection: Selection,
-    index: Index,
-    absent: list[tuple[str, str]],
-    held: Mapping[str, Mapping[str, TensorInfo]],
+    index: Index, absent: list[tuple[str, str]], contents: Mapping[str, _Contents]
 ) -> IncompleteCheckpointError:
     tensor, file = absent[0]
-    elsewhere = [other for other, infos in held.items() if tensor in infos]
+    elsewhere = [other for other, content in contents.items() if any(tensor == info.name for info in content.infos)]
     message = f"{index.name} says that tensor {tensor!r} is in {file}, but that file does not hold it"
     message += f"; {elsewhere[0]} does" if elsewhere else "; nor does any other of the checkpoint's files"
     if len(absent) > 1:
         message += f". The same goes for {_named([name for name, _ in absent[1:]])}"
     return IncompleteCheckpointError(
         message,
-        file=selection.folder / file,
+        file=contents[file].place,
         tensor=tensor,
         hint="the index belongs to other files: fetch both again; or load what is there with ignore_index=True",
     )

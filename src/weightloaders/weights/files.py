@@ -33,7 +33,7 @@ from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 from weightloaders.weights.index import Index, parse_index
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from weightloaders.weights.candidates import Listing
 
@@ -46,7 +46,7 @@ class Selection:
     """The files that make up a checkpoint.
 
     Attributes:
-        folder: The folder that they lie in.
+        listing: What they lie in, and are opened by.
         files: Their relative paths, in the order of the index, or in natural order.
         family: The format of all of them.
         index: What their index says, if there is one.
@@ -55,7 +55,7 @@ class Selection:
         notes: Remarks for the report.
     """
 
-    folder: Path
+    listing: Listing
     files: tuple[str, ...]
     family: Family
     index: Index | None = None
@@ -103,9 +103,9 @@ def select_files(
     if kind:
         selection = choose_files(listing, wanted)
     elif indexed_name(path.name):
-        selection = _by_index(listing, path.name, [], wanted)
+        selection = by_index(listing, path.name, wanted)
     else:
-        selection = _one_file(path, wanted)
+        selection = one_file(listing, path.name, wanted)
     listing.check_links(selection.files)
     return selection
 
@@ -121,10 +121,7 @@ def holds_weights(folder: Path, wanted: Wanted) -> bool:
 
 
 def choose_files(listing: Listing, wanted: Wanted) -> Selection:
-    """Choose the files of a checkpoint from a listing; see `select_files`.
-
-    The selection's folder is the listing's ``where``; whoever lists something else than a folder replaces it.
-    """
+    """Choose the files of a checkpoint from a listing; see `select_files`."""
     candidates = sort_out(listing, wanted)
     skipped = {candidate.name: candidate.reason for candidate in candidates if candidate.reason}
     groups: dict[tuple[bool, int, int], list[Candidate]] = defaultdict(list)
@@ -136,7 +133,7 @@ def choose_files(listing: Listing, wanted: Wanted) -> Selection:
     best, *others = (groups[key] for key in sorted(groups))
     files = sorted((candidate.name for candidate in best if not candidate.is_index), key=natural)
     index = _choose_index(listing, [candidate for candidate in best if candidate.is_index])
-    chosen = _by_index(listing, index, files, wanted) if index else _all_files(listing, files, best[0].family)
+    chosen = by_index(listing, index, wanted, files) if index else _all_files(listing, files, best[0].family)
     reason = f"{index or _listed(chosen.files)} is used instead"
     skipped |= {candidate.name: reason for group in others for candidate in group}
     return replace(chosen, skipped={**skipped, **chosen.skipped})
@@ -159,16 +156,22 @@ def _choose_index(listing: Listing, candidates: list[Candidate]) -> str | None:
     )
 
 
-def _by_index(listing: Listing, name: str, present: list[str], wanted: Wanted) -> Selection:
-    """The files that an index names, all of which must be there."""
+def by_index(listing: Listing, name: str, wanted: Wanted, present: Sequence[str] = ()) -> Selection:
+    """The files that an index names, all of which must be there; ``present`` is what lies beside it.
+
+    Raises:
+        IncompleteCheckpointError: If one is not there.
+        UnsafeCheckpointError: If it names a file outside its folder.
+        CheckpointFormatError: If it is malformed.
+    """
     index = parse_index(listing.read(name), name, f"{listing.where}/{name}")
     unindexed = [file for file in present if file not in index.files]
-    problems = {file: problem for file in index.files if (problem := listing.problem(file)) is not None}
+    problems = listing.problems(index.files)
     if problems:
         raise _index_lies(listing, index, problems, unindexed)
     family = family_of(indexed_name(name) or "")
     chosen = Selection(
-        Path(listing.where),
+        listing,
         index.files,
         family if family in wanted.families and family else wanted.families[0],
         index,
@@ -214,12 +217,10 @@ def _index_lies(
 
 
 def _all_files(listing: Listing, files: list[str], family: Family) -> Selection:
-    for file in files:
-        problem = listing.problem(file)
-        if problem is not None:
-            raise IncompleteCheckpointError(
-                f"{file} {problem}", file=f"{listing.where}/{file}", hint="fetch it again, or remove it"
-            )
+    for file, problem in listing.problems(files).items():
+        raise IncompleteCheckpointError(
+            f"{file} {problem}", file=f"{listing.where}/{file}", hint="fetch it again, or remove it"
+        )
     sets: dict[str, set[str]] = defaultdict(set)
     for number in filter(None, map(number_of, files)):
         sets[number.base].add(number.set)
@@ -235,16 +236,17 @@ def _all_files(listing: Listing, files: list[str], family: Family) -> Selection:
         raise IncompleteCheckpointError(
             f"{lacking}; there is no index", file=listing.where, hint="fetch what is missing"
         )
-    return Selection(Path(listing.where), tuple(files), family)
+    return Selection(listing, tuple(files), family)
 
 
-def _one_file(path: Path, wanted: Wanted) -> Selection:
-    family, number = family_of(path.name), number_of(path.name)
+def one_file(listing: Listing, name: str, wanted: Wanted) -> Selection:
+    """A file that was asked for itself."""
+    family, number = family_of(name), number_of(name)
     return Selection(
-        path.parent,
-        (path.name,),
+        listing,
+        (name,),
         family if family in wanted.families and family else wanted.families[0],
-        notes=(f"{path.name} is one of a set of {number.of} files; it was loaded alone, as asked",) if number else (),
+        notes=(f"{name} is one of a set of {number.of} files; it was loaded alone, as asked",) if number else (),
     )
 
 

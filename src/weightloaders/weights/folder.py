@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from weightloaders.errors import SourceNotFoundError, SourceReadError, UnsafeCheckpointError
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.source import FileSource
 from weightloaders.weights.texts import read_small_file
 
 if TYPE_CHECKING:
@@ -66,14 +67,18 @@ class FolderListing:
             raise SourceReadError(f"can't list the folder {self.folder}: {error}", file=self.folder) from error
         return frozenset(names), odd
 
-    def problem(self, name: str) -> str | None:
-        """What is wrong with a file of that relative path; None if it is a regular file."""
-        return kind_of(self.folder / name)
+    def problems(self, names: Iterable[str]) -> dict[str, str]:
+        """What is wrong with files of these relative paths; regular files are left out."""
+        return {name: kind for name in names if (kind := kind_of(self.folder / name)) is not None}
 
     def read(self, name: str) -> bytes:
         """The content of an index."""
         self.check_links([name])
         return read_small_file(self.folder / name, MAX_INDEX_BYTES)
+
+    def open(self, name: str) -> FileSource:
+        """A file of that relative path."""
+        return FileSource(self.folder / name)
 
     def subfolders_with_weights(self) -> list[str]:
         """Sub-folders in which files look like weights."""

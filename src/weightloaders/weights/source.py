@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from weightloaders.errors import SourceNotFoundError, SourceReadError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Sequence
 
 MAX_OPEN_FILES = 16
 # The kernel reads at most this much in one call anyway; a smaller piece keeps cancellation prompt.
@@ -70,6 +70,14 @@ class ByteSource(ABC):
         buffer = bytearray(length)
         self.read_into(memoryview(buffer), offset)
         return bytes(buffer)
+
+    def read_many(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Several small parts, each given by offset and length. Overridden where every read is a trip to somewhere far.
+
+        Raises:
+            SourceReadError: As for `read`.
+        """
+        return [self.read(offset, length) for offset, length in places]
 
 
 class FileSource(ByteSource):

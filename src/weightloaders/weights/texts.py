@@ -14,6 +14,8 @@ from weightloaders.weights.source import FileSource
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from weightloaders.weights.source import ByteSource
+
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
 
@@ -30,10 +32,15 @@ def read_small_file(path: Path, limit: int) -> bytes:
         CheckpointFormatError: If it is larger than the limit.
         SourceReadError: If it can't be read.
     """
-    source = FileSource(path)
+    return read_small(FileSource(path), limit)
+
+
+def read_small(source: ByteSource, limit: int) -> bytes:
+    """The content of a source; raises as `read_small_file`."""
     if source.size > limit:
         raise CheckpointFormatError(
-            f"{path} is too large: it has {source.size:,} bytes, where at most {limit:,} make sense", file=path
+            f"{source.name} is too large: it has {source.size:,} bytes, where at most {limit:,} make sense",
+            file=source.name,
         )
     return source.read(0, source.size)
 

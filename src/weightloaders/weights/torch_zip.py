@@ -255,17 +255,21 @@ def _open_legacy(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
     position = file.tell()
     for key in map(str, keys):
         numel, itemsize = storages.claims.get(key, (-1, 1))
-        header = source.read(position, 8) if position + 8 <= source.size else b""
-        position += 8
-        # Both the count and the data are little-endian, whatever machine wrote them.
-        if int.from_bytes(header, "little", signed=True) != numel or position + numel * itemsize > source.size:
+        nbytes = numel * itemsize
+        # Eight bytes before the data count it.
+        if numel >= 0 and position + 8 + nbytes <= source.size:
+            records[key] = Record(source, key, position + 8, nbytes, nbytes)
+        position += 8 + max(0, nbytes)
+    counts = source.read_many([(record.offset - 8, 8) for record in records.values()])
+    # Both the count and the data are little-endian, whatever machine wrote them.
+    counted = {key: int.from_bytes(c, "little", signed=True) for key, c in zip(records, counts, strict=True)}
+    for key in map(str, keys):
+        if key not in counted or counted[key] != storages.claims[key][0]:
             raise CheckpointFormatError(
                 f"the storage {key!r} of {source.name} is cut off, or its size is not what the pickle says",
                 file=source.name,
                 hint=_REFETCH,
             )
-        records[key] = Record(source, key, position, numel * itemsize, numel * itemsize)
-        position += numel * itemsize
     content = _Content(source, root, storages, records)
     content.check_claims()
     return content

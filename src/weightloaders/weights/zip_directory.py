@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
+from weightloaders.weights.source import ByteSource
 from weightloaders.weights.source_file import MAX_READ, SourceFile
 
 if TYPE_CHECKING:
-    from weightloaders.weights.source import ByteSource
+    from collections.abc import Hashable
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED, _UTF8 = 0x1, 0x800
 # No deflated stream unpacks to more than 1,032 times its size.
 _MOST_INFLATION, _SLACK = 1032, 1024
+# The directory is at the end. Of all but huge files this holds the whole of it.
+_END_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def read_directory(source: ByteSource) -> dict[str, Record]:
         SourceReadError: If reading fails.
     """
     try:
-        entries = zipfile.ZipFile(SourceFile(source)).infolist()
+        entries = zipfile.ZipFile(SourceFile(_EndInMemory(source))).infolist()
     except WeightLoadersError:
         raise
     # A damaged directory surfaces as any of these.
@@ -102,10 +105,12 @@ def read_directory(source: ByteSource) -> dict[str, Record]:
             file=source.name,
             hint="the directory is at the end, so the file is probably truncated; fetch it again",
         ) from error
+    entries.sort(key=lambda entry: entry.header_offset)
+    headers = source.read_many([_local_header(source, entry) for entry in entries])
     records: dict[str, Record] = {}
     end, before = 0, ""
-    for entry in sorted(entries, key=lambda entry: entry.header_offset):
-        record = _record(source, entry)
+    for entry, header in zip(entries, headers, strict=True):
+        record = _record(source, entry, header)
         if record.name in records:
             raise CheckpointFormatError(f"{source.name} has two records named {record.name!r}", file=source.name)
         if entry.header_offset < end:
@@ -117,30 +122,64 @@ def read_directory(source: ByteSource) -> dict[str, Record]:
     return records
 
 
-def _record(source: ByteSource, entry: zipfile.ZipInfo) -> Record:
+class _EndInMemory(ByteSource):
+    """A source whose last bytes were read at once: looking for a directory takes many small reads there."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+        self._start = max(0, source.size - _END_BYTES)
+        self._end = source.read(self._start, source.size - self._start)
+        self.name = source.name
+
+    @property
+    def size(self) -> int:
+        return self._source.size
+
+    @property
+    def identity(self) -> Hashable:
+        return self._source.identity
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        if offset >= self._start:
+            view[:] = self._end[offset - self._start : offset - self._start + len(view)]
+        else:
+            self._source.read_into(view, offset)
+
+
+def _damaged(source: ByteSource, entry: zipfile.ZipInfo, what: str) -> CheckpointFormatError:
+    return CheckpointFormatError(f"the record {entry.filename!r} of {source.name} {what}", file=source.name)
+
+
+def _raw_name(entry: zipfile.ZipInfo) -> bytes:
+    return entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF8 else "cp437")
+
+
+def _local_header(source: ByteSource, entry: zipfile.ZipInfo) -> tuple[int, int]:
+    """Offset and length of the header that stands before a record's data, up to the end of the name in it."""
+    length = _LOCAL_HEADER.size + len(_raw_name(entry))
+    if entry.header_offset < 0 or entry.header_offset + length > source.size:
+        raise _damaged(source, entry, "lies outside the file, which is truncated")
+    return entry.header_offset, length
+
+
+def _record(source: ByteSource, entry: zipfile.ZipInfo, header: bytes) -> Record:
     name = entry.filename
-
-    def damaged(what: str) -> CheckpointFormatError:
-        return CheckpointFormatError(f"the record {name!r} of {source.name} {what}", file=source.name)
-
     if entry.flag_bits & _ENCRYPTED:
-        raise damaged("is encrypted")
+        raise _damaged(source, entry, "is encrypted")
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise damaged(f"is compressed by method {entry.compress_type}, not by deflate")
-    raw_name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF8 else "cp437")
-    name_end = entry.header_offset + _LOCAL_HEADER.size + len(raw_name)
-    if entry.header_offset < 0 or name_end > source.size:
-        raise damaged("lies outside the file, which is truncated")
-    header = source.read(entry.header_offset, _LOCAL_HEADER.size + len(raw_name))
+        raise _damaged(source, entry, f"is compressed by method {entry.compress_type}, not by deflate")
     magic, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
+    raw_name = _raw_name(entry)
     if magic != ZIP_MAGIC or name_length != len(raw_name) or header[_LOCAL_HEADER.size :] != raw_name:
-        raise damaged("does not lie where the directory says")
-    offset = name_end + extra_length
+        raise _damaged(source, entry, "does not lie where the directory says")
+    offset = entry.header_offset + len(header) + extra_length
     if offset + entry.compress_size > source.size:
-        raise damaged("ends outside the file, which is truncated")
+        raise _damaged(source, entry, "ends outside the file, which is truncated")
     deflated = entry.compress_type == zipfile.ZIP_DEFLATED
     if not deflated and entry.compress_size != entry.file_size:
-        raise damaged(f"claims {entry.file_size} bytes, but {entry.compress_size} are stored")
+        raise _damaged(source, entry, f"claims {entry.file_size} bytes, but {entry.compress_size} are stored")
     if deflated and entry.file_size > entry.compress_size * _MOST_INFLATION + _SLACK:
-        raise damaged(f"claims to unpack {entry.compress_size} bytes to the impossible {entry.file_size}")
+        raise _damaged(
+            source, entry, f"claims to unpack {entry.compress_size} bytes to the impossible {entry.file_size}"
+        )
     return Record(source, name, offset, entry.file_size, entry.compress_size, deflated)

@@ -1,0 +1,155 @@
+"""The files of a repository on the hub, and what it means when the hub does not show them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError, SourceReadError
+from weightloaders.loaders.headers_only import only_headers_are_wanted
+from weightloaders.weights.file_names import family_of
+from weightloaders.weights.folder import FolderListing
+from weightloaders.weights.http import in_parallel
+from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.texts import read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weightloaders.loaders.hub import Repository
+    from weightloaders.weights.source import ByteSource
+
+_DOWNLOADS = 4
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """The files of a repository, or of a sub-folder, at one commit: a `weightloaders.weights.candidates.Listing`."""
+
+    repository: Repository
+    commit: str
+    all_files: frozenset[str]
+    subfolder: str = ""
+    odd: dict[str, str] = field(default_factory=dict)
+    _opened: dict[str, ByteSource] = field(default_factory=dict, repr=False)
+
+    @property
+    def where(self) -> str:
+        """The address, for messages."""
+        return f"hf://{self.repository.name}@{self.commit}" + (f"/{self.subfolder}" if self.subfolder else "")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files that lie directly in the folder."""
+        return frozenset(name for name in self._inside() if "/" not in name)
+
+    def within(self, subfolder: str) -> HubFiles:
+        """The files of a sub-folder."""
+        return replace(self, subfolder=subfolder)
+
+    def problems(self, names: Iterable[str]) -> dict[str, str]:
+        """What is wrong with files of these relative paths; those in the repository are left out."""
+        return {name: "is not in the repository" for name in names if self._full(name) not in self.all_files}
+
+    def subfolders_with_weights(self) -> list[str]:
+        """Sub-folders in which files look like weights."""
+        return sorted({name.split("/")[0] for name in self._inside() if "/" in name and family_of(name)})
+
+    def read(self, name: str) -> bytes:
+        """The content of an index, which is downloaded unless only headers are wanted."""
+        if only_headers_are_wanted():
+            return read_small(self.open(name), MAX_INDEX_BYTES)
+        return FolderListing(self.download([name])).read(name)
+
+    def open(self, name: str) -> ByteSource:
+        """A file, to be read in parts."""
+        path = self._full(name)
+        if path not in self._opened:
+            self._opened[path] = self.repository.source(path, self.commit)
+        return self._opened[path]
+
+    def look_at(self, names: Sequence[str]) -> None:
+        """Open files and ask for their beginnings, several at once, to see whether they can be read.
+
+        Raises:
+            SourceError: If one can't.
+        """
+        in_parallel(lambda name: self.open(name).size, names)
+
+    def download(self, names: Sequence[str]) -> Path:
+        """Download what is not in the cache yet.
+
+        Args:
+            names: Relative paths.
+
+        Returns:
+            The folder in the cache that they are in now.
+        """
+        with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="weightloaders-download") as pool:
+            tasks = [pool.submit(self.repository.download, self._full(name), self.commit) for name in names]
+            try:
+                paths = [task.result() for task in tasks]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        folder = paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
+        FolderListing(folder).check_links(names)
+        return folder
+
+    def _inside(self) -> list[str]:
+        prefix = f"{self.subfolder}/" if self.subfolder else ""
+        return [name.removeprefix(prefix) for name in self.all_files if name.startswith(prefix)]
+
+    def _full(self, name: str) -> str:
+        return f"{self.subfolder}/{name}" if self.subfolder else name
+
+
+def explained(error: Exception, repository: Repository) -> SourceError:
+    """An error of huggingface_hub in our own words."""
+    from huggingface_hub import errors
+
+    name, hub = repository.name, repository.access.endpoint
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    authorise = "pass token=..., set HF_TOKEN, or run `hf auth login`"
+    gated = isinstance(error, errors.GatedRepoError)
+    if isinstance(error, RemoteReadError):
+        status, gated = error.status, error.code == "GatedRepo"
+    if gated:
+        return SourceReadError(
+            f"{name} is gated, and needs a token of an account that was granted access",
+            file=name,
+            hint=f"ask for access at {hub}/{name}, then {authorise}",
+        )
+    if status in (401, 403):
+        return SourceNotFoundError(
+            f"{hub} does not show {name} (status {status}): "
+            "there is no such repository, or it is private or gated and needs a token",
+            file=name,
+            hint=f"check the name (a folder on disk is given as ./{name}); or {authorise}",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceNotFoundError(f"{name} has no revision {repository.revision!r} on {hub}", file=name)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceNotFoundError(
+            f"there is no repository {name} on {hub}",
+            file=name,
+            hint=f"check the name (a folder on disk is given as ./{name}); if it is private, {authorise}",
+        )
+    if isinstance(error, RemoteReadError):
+        return RemoteReadError(
+            f"can't get {name} from {hub}: {error.message}", file=name, status=status, hint=error.hint
+        )
+    detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, OSError) and error.errno is not None:
+        return SourceReadError(
+            f"can't get {name}, because of a file on this machine ({detail})",
+            file=name,
+            hint=f"downloads need a cache that can be written; it is {repository.access.cache}, or what cache_dir says",
+        )
+    return SourceReadError(
+        f"can't get {name} from {hub} ({detail})",
+        file=name,
+        hint="check the network, and HF_ENDPOINT if a mirror is used",
+    )

@@ -1,0 +1,143 @@
+"""Files at a web address, where there is no listing to choose them from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError
+from weightloaders.loaders.hub import hub_endpoint, offline_because
+from weightloaders.weights.file_names import family_of, indexed_name
+from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, in_parallel, shown
+from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.texts import read_small
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from weightloaders.weights.source import ByteSource
+
+# The names that are looked for, since the web has no listings; of the first line that has any, all that are there.
+_NAMES = (
+    ("model.safetensors.index.json", "model.safetensors"),
+    ("pytorch_model.bin.index.json", "pytorch_model.bin"),
+    ("consolidated.safetensors.index.json", "consolidated.safetensors"),
+)
+
+
+class WebFolder:
+    """The files below an address: a `weightloaders.weights.candidates.Listing` of the usual names that are there.
+
+    Args:
+        url: The folder's address. A query in it goes with each request.
+        headers: What goes with each request, too.
+        subfolder: A folder within it.
+
+    Raises:
+        SourceNotFoundError: If it is no address.
+        RemoteReadError: If an offline switch is set.
+    """
+
+    odd: Mapping[str, str] = {}
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, subfolder: str = "") -> None:
+        parts = urlsplit(checked(url))
+        switch = offline_because()
+        if switch is not None:
+            raise RemoteReadError(f"{shown(url)} is not asked for: {switch}", file=shown(url), hint=OFFLINE_HINT)
+        path = parts.path.rstrip("/") + (f"/{quote(subfolder)}" if subfolder else "")
+        self._parts = parts._replace(path=path, fragment="")
+        self._headers = dict(headers or {})
+        self._opened: dict[str, ByteSource] = {}
+        self._refusals: dict[str, SourceError] = {}
+        self.where = shown(urlunsplit(self._parts))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The usual names of weights that are there.
+
+        Raises:
+            SourceNotFoundError: If there is none.
+            RemoteReadError: If the server can't be reached, or shows none.
+        """
+        for names in _NAMES:
+            problems = self.problems(names)
+            if len(problems) < len(names):
+                return frozenset(names) - problems.keys()
+        # Storage services refuse what is not there, rather than tell just anybody that it is not.
+        refusal = next((error for error in self._refusals.values() if isinstance(error, RemoteReadError)), None)
+        if refusal is not None:
+            raise RemoteReadError(
+                f"no weights at {self.where}: {refusal.message}",
+                file=self.where,
+                status=refusal.status,
+                hint=refusal.hint,
+            )
+        looked_for = ", ".join(name for names in _NAMES for name in names)
+        raise SourceNotFoundError(
+            f"no weights at {self.where}: there is none of {looked_for}", file=self.where, hint=self._way_out()
+        )
+
+    def problems(self, names: Sequence[str]) -> dict[str, str]:
+        """What is wrong with files of these relative paths, asked for all at once.
+
+        Raises:
+            SourceError: If the server can't be reached, or can't be read from in parts.
+        """
+        new = [name for name in dict.fromkeys(names) if name not in self._opened and name not in self._refusals]
+        for name, answer in zip(new, in_parallel(self._look, new), strict=True):
+            if isinstance(answer, SourceError):
+                self._refusals[name] = answer
+            else:
+                self._opened[name] = answer
+        return {name: _in_short(self._refusals[name]) for name in names if name in self._refusals}
+
+    def read(self, name: str) -> bytes:
+        """The content of an index."""
+        return read_small(self.open(name), MAX_INDEX_BYTES)
+
+    def open(self, name: str) -> ByteSource:
+        """A file of that relative path."""
+        return self._opened.get(name) or self._source(name)
+
+    def subfolders_with_weights(self) -> list[str]:
+        """None that are known."""
+        return []
+
+    def _way_out(self) -> str:
+        hub = urlsplit(hub_endpoint())
+        if self._parts.netloc == hub.netloc and self._parts.path.startswith(f"{hub.path}/"):
+            repository = "/".join(self._parts.path.removeprefix(f"{hub.path}/").split("/")[:2])
+            return f"that is a page about a repository; the repository itself is called hf://{repository}"
+        return "name the file itself, if it is called otherwise"
+
+    def _source(self, name: str) -> HttpSource:
+        path = f"{self._parts.path}/{quote(name)}"
+        return HttpSource(urlunsplit(self._parts._replace(path=path)), self._headers)
+
+    def _look(self, name: str) -> HttpSource | SourceError:
+        source = self._source(name)
+        try:
+            _ = source.size
+        except SourceNotFoundError as error:
+            return error
+        except RemoteReadError as error:
+            if error.status in (401, 403):
+                return error
+            raise
+        return source
+
+
+def _in_short(error: SourceError) -> str:
+    status = getattr(error, "status", None)
+    return f"is not shown (status {status})" if status else "is not there"
+
+
+def split_address(url: str) -> tuple[str, str]:
+    """An address taken apart: that of the folder, and the name of the weights file or index; empty if it names none."""
+    parts = urlsplit(checked(url))
+    folder, _, name = parts.path.rpartition("/")
+    name = unquote(name)
+    if indexed_name(name) is None and family_of(name) is None:
+        return url, ""
+    return urlunsplit(parts._replace(path=folder)), name
