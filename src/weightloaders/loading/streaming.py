@@ -198,7 +198,11 @@ class _Loading:
 
     def _is_complete(self, state: GroupState) -> bool:
         """Whether all parts are there. Of lists only the result tells: then it has its target's shape."""
-        if not all(state.members):
+        if state.group.suffices is not None:
+            pairs = zip(state.group.slots, state.members, strict=True)
+            if not state.group.suffices({slot: [info.dtype for _, info in members] for slot, members in pairs}):
+                return False
+        elif not all(state.members):
             return False
         if not any(state.group.lists):
             return True

@@ -27,6 +27,8 @@ class Group:
         function: Gets one tensor or list of tensors a slot; returns target name -> tensor.
         rule: How the group is called in messages and reports.
         lenient: Whether the function may do without some of its sources; an empty list stands for each of these.
+        suffices: Tells of a lenient group, from the dtypes of what has come in each slot, whether it may do without the
+            rest; a stream then need not be read to its end. Default: it waits for all.
     """
 
     key: Hashable
@@ -36,6 +38,7 @@ class Group:
     function: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]] = field(compare=False)
     rule: str = ""
     lenient: bool = False
+    suffices: Callable[[Mapping[str, Sequence[torch.dtype]]], bool] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

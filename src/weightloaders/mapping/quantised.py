@@ -8,23 +8,26 @@ multiplied by their scales on the way (it *de-quantises*), and completes the mod
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError, ModelError, summary
+from weightloaders.errors import CheckpointFormatError, ConfigError, IncompleteCheckpointError, ModelError, summary
 from weightloaders.mapping.dtypes import is_codes
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping, Sequence
+    from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
     import torch
     from torch import nn
 
 
 _DEQUANTISE = {"dequantize": True}
+_IF_PLAIN = "if its weights are plain after all, remove quantization_config from the config"
+_UNNAMED = "a method that its config does not name"
 
 
 class Quantisation:
@@ -85,11 +88,17 @@ class Quantisation:
 
         Returns:
             What is worth a warning.
+
+        Raises:
+            ModelError: If transformers can't.
         """
         model.hf_quantizer = self.quantizer
         # By these transformers' own save_pretrained finds back to the checkpoint's names and shapes.
         model._weight_conversions = [t for t in self.transforms if t.was_used()]  # noqa: SLF001 -- see above
-        self.quantizer.postprocess_model(model)
+        try:
+            self.quantizer.postprocess_model(model)
+        except Exception as error:
+            raise refusal(self.quantizer, error) from error
         if not self.dequantises:
             return []
         what = f"weights quantised with {self.method}"
@@ -108,6 +117,23 @@ class Quantisation:
         """Whether a conversion of transformers takes codes with their scales: what it gets is not to be cast before."""
         return any(getattr(operation, "hf_quantizer", None) is not None for operation in converter.operations)
 
+    def complete_blocks(self, converter: Any) -> None:
+        """Let a conversion fill up blocks at a weight's end that are smaller than the others.
+
+        transformers' own de-quantisation refuses such a weight, or cuts it into as many blocks of equal size, which are
+        other blocks than those that were quantised.
+        """
+        block = self._block
+        for operation in converter.operations if block else ():
+            whole = getattr(operation, "_dequantize_one", None)
+            if whole is not None:
+                operation._dequantize_one = functools.partial(_with_whole_blocks, whole, block)  # noqa: SLF001 -- see above
+
+    @property
+    def _block(self) -> Sequence[int] | None:
+        """Rows and columns of a block that has one scale, where the config tells."""
+        return getattr(self.quantizer.quantization_config, "weight_block_size", None)
+
     def has_codes(self, slots: Mapping[str, Sequence[torch.Tensor]], names: Mapping[str, str]) -> bool:
         """Whether there are codes to be multiplied among the sources of a conversion, all of them with their scales.
 
@@ -120,35 +146,57 @@ class Quantisation:
             CheckpointFormatError: If scales are not of the shape that goes with their codes.
         """
         found = False
-        for parts in self.quantizer.serialized_names.values():
-            if len(parts) < 2:
-                continue
-            code, scale, *_ = parts
-            for stem in dict.fromkeys(p.removesuffix(part) for p in slots for part in parts if p.endswith(part)):
-                codes, scales = slots.get(stem + code, ()), slots.get(stem + scale, ())
-                if scales and not any(slots.get(stem + part) for part in parts if part != scale):
-                    raise self._half(names[stem + scale], scale, code, "the weight that they belong to")
-                if not scales and any(is_codes(tensor.dtype) for tensor in codes):
-                    raise self._half(names[stem + code], code, scale, "their scales")
-                found = found or bool(scales)
-                for tensor, its_scales in zip(codes, scales, strict=False):
-                    self._check_shapes(tensor, its_scales, names[stem + code], names[stem + scale])
+        for stem, (code, scale, *others) in self._weights(slots):
+            codes, scales = slots.get(stem + code, ()), slots.get(stem + scale, ())
+            if scales and not any(slots.get(stem + part) for part in (code, *others)):
+                raise _half(names[stem + scale], scale, code, "the weight that it belongs to")
+            if not scales and any(is_codes(tensor.dtype) for tensor in codes):
+                raise _half(names[stem + code], code, scale, "its scales")
+            found = found or bool(scales)
+            for tensor, its_scales in zip(codes, scales, strict=False):
+                self._check_shapes(tensor, its_scales, names[stem + code], names[stem + scale])
         self.met_codes = self.met_codes or found
         return found
 
-    def _half(self, name: str, part: str, other: str, what: str) -> IncompleteCheckpointError:
-        absent = name.removesuffix(part) + other if name.endswith(part) else other
-        return IncompleteCheckpointError(
-            f"{name!r} is there without {what}, {absent!r}",
-            tensor=name,
-            hint="the checkpoint is incomplete: fetch or export it again",
+    def plain_weight(self, slots: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor | None:
+        """The only source of a conversion, where that is a weight that was not quantised."""
+        present = {pattern: tensors for pattern, tensors in slots.items() if tensors}
+        weights = {stem + code for stem, (code, *_) in self._weights(slots)}
+        pattern, tensors = next(iter(present.items()), ("", ()))
+        return tensors[0] if len(present) == 1 and pattern in weights else None
+
+    def suffices(self, slots: Mapping[str, Sequence[torch.dtype]]) -> bool:
+        """Whether a conversion may do without the sources that have not come; of those that form a list more may come.
+
+        Args:
+            slots: Pattern of a source -> the dtypes of what has come of that kind.
+        """
+        if self._static and not all(slots.values()):
+            return False
+        return all(
+            slots.get(stem + code) and (slots.get(stem + scale) or not any(map(is_codes, slots[stem + code])))
+            for stem, (code, scale, *_) in self._weights(slots)
         )
 
+    def _weights(self, slots: Iterable[str]) -> list[tuple[str, list[str]]]:
+        """The weights that patterns speak of: what is in front, and what the parts of the weight are called there."""
+        return [
+            (stem, parts)
+            for parts in self.quantizer.serialized_names.values()
+            if len(parts) > 1
+            for stem in dict.fromkeys(p.removesuffix(part) for p in slots for part in parts if p.endswith(part))
+        ]
+
+    @property
+    def _static(self) -> bool:
+        """Whether activations have scales too."""
+        return getattr(self.quantizer.quantization_config, "activation_scheme", "") == "static"
+
     def _check_shapes(self, codes: torch.Tensor, scales: torch.Tensor, name: str, scales_name: str) -> None:
-        block = getattr(self.quantizer.quantization_config, "weight_block_size", None)
+        block = self._block
         if self.method == "mxfp4":
             wanted, how = tuple(codes.shape[:-1]), "one for each block"
-        elif block is not None and is_float8(codes.dtype) and codes.dim() > 1:
+        elif block is not None and _is_float8(codes.dtype) and codes.dim() > 1:
             grid = [math.ceil(size / by) for size, by in zip(codes.shape[-2:], block, strict=True)]
             wanted, how = (*codes.shape[:-2], *grid), f"one for each block of {' x '.join(map(str, block))}"
         else:
@@ -176,7 +224,34 @@ def quantisation_of(model: nn.Module) -> Quantisation | None:
     return known
 
 
-def is_float8(dtype: torch.dtype) -> bool:
+def _half(name: str, part: str, other: str, what: str) -> IncompleteCheckpointError:
+    absent = name.removesuffix(part) + other if name.endswith(part) else other
+    return IncompleteCheckpointError(
+        f"{name!r} is there without {what}, {absent!r}",
+        tensor=name,
+        hint="the checkpoint is incomplete: fetch or export it again",
+    )
+
+
+def _with_whole_blocks(
+    dequantise: Callable[..., torch.Tensor],
+    block: Sequence[int],
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """De-quantise with the last row and column of blocks filled up with zeros."""
+    rows, columns = codes.shape[-2:]
+    if not _is_float8(codes.dtype) or (rows % block[0] == 0 and columns % block[1] == 0):
+        return dequantise(codes, scales, *args, **kwargs)
+    sizes = [math.ceil(size / by) * by for size, by in zip((rows, columns), block, strict=True)]
+    padded = codes.new_zeros((*codes.shape[:-2], *sizes))
+    padded[..., :rows, :columns] = codes
+    return dequantise(padded, scales, *args, **kwargs)[..., :rows, :columns]
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
     """Whether a dtype is one of the 8-bit floats."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
@@ -206,23 +281,28 @@ def quantisation_for(config: Any, wanted: Any, device: torch.device | None, sour
             )
         return None
     method = _method_of(declared)
+    if wanted is not None and not isinstance(wanted, Mapping) and not hasattr(wanted, "quant_method"):
+        raise ConfigError(
+            f"quantization_config is one of transformers' configs or a mapping, not {wanted!r}",
+            hint=f"e.g. {_DEQUANTISE}",
+        )
     try:
         from transformers.quantizers.auto import AutoQuantizationConfig, get_hf_quantizer
 
         if isinstance(wanted, Mapping):
-            own = declared if isinstance(declared, Mapping) else declared.to_dict()
-            wanted = AutoQuantizationConfig.from_dict({**own, **wanted})
+            wanted = _changed(AutoQuantizationConfig.from_dict(dict(_as_mapping(declared))), wanted)
         asked = any(_told(told, "dequantize") for told in (wanted, declared))
         placed = None if device is None else {"": device}
         quantizer, _, _ = get_hf_quantizer(config, wanted, placed, weights_only=True, user_agent={})
+    except ConfigError:
+        raise
     except Exception as error:
         quantizer = _unchecked(declared, wanted)
         raise refusal(quantizer, error, method, source) from error
     if quantizer is None:
         raise ModelError(
-            f"{source} is quantised with {method or 'a method that the config does not name'}, which this version of "
-            "transformers does not know",
-            hint="if its weights are plain after all, remove quantization_config from the config",
+            f"{source} is quantised with {method or _UNNAMED}, which this version of transformers does not know",
+            hint=_IF_PLAIN,
         )
     return Quantisation(quantizer, unasked=not asked)
 
@@ -233,6 +313,20 @@ def _declared(config: Any) -> Any:
     if declared is None and hasattr(config, "get_text_config"):
         declared = getattr(config.get_text_config(decoder=True), "quantization_config", None)
     return declared
+
+
+def _as_mapping(declared: Any) -> Mapping[str, Any]:
+    return declared if isinstance(declared, Mapping) else declared.to_dict()
+
+
+def _changed(config: Any, options: Mapping[str, Any]) -> Any:
+    """A checkpoint's own config of transformers with some options changed."""
+    known = sorted(name for name in vars(config) if not name.startswith("_"))
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"{type(config).__name__} has no option {name!r}", hint=f"it has {', '.join(known)}")
+        setattr(config, name, value)
+    return config
 
 
 def _told(declared: Any, key: str) -> Any:
@@ -256,12 +350,19 @@ def _unchecked(declared: Any, wanted: Any) -> Any:
 
 
 def refusal(quantizer: Any, error: Exception, method: str = "", source: str = "the checkpoint") -> ModelError:
-    """What transformers says of a quantised checkpoint that it can't load here, as an error of ours."""
-    method = method or _method_of(quantizer.quantization_config)
+    """What transformers says of a quantised checkpoint that it can't load here, as an error of ours.
+
+    Args:
+        quantizer: transformers' own; None if it could not be made.
+        error: What it said.
+        method: The method, if the quantizer can't tell.
+        source: Whose checkpoint it is, for the message.
+    """
+    method = method or _method_of(getattr(quantizer, "quantization_config", None))
+    hint = _way_out(quantizer) if method else _IF_PLAIN
     return ModelError(
-        f"{source} is quantised with {method or 'a method that the config does not name'}, and transformers can't load "
-        f"that here: {summary(error)}",
-        hint=_way_out(quantizer) or "install what it names; or convert the checkpoint to plain weights first",
+        f"{source} is quantised with {method or _UNNAMED}, and transformers can't load that here: {summary(error)}",
+        hint=hint or "install what it names; or convert the checkpoint to plain weights first",
     )
 
 

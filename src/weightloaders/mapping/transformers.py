@@ -131,6 +131,9 @@ class ConversionMapper:
             rule=f"transformers: {' + '.join(map(repr, converter.operations))}",
             # Some conversions take scales that only the quantised variant of a checkpoint has.
             lenient=True,
+            suffices=self._quantisation.suffices
+            if self._quantisation and self._quantisation.loads(converter)
+            else None,
         )
         slot = converter.source_patterns.index(pattern)
         index = self._index(name, pattern) if group.lists[slot] else None
@@ -149,22 +152,22 @@ class ConversionMapper:
         self, tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]], *, converter: Any, target: str
     ) -> dict[str, torch.Tensor]:
         wanted = self._own[target].dtype if target in self._own else None
+        found = {
+            pattern: [parts] if isinstance(parts, torch.Tensor) else parts
+            for pattern, parts in zip(converter.source_patterns, tensors, strict=True)
+        }
+        run = copy.deepcopy(converter)
         if self._quantisation and self._quantisation.loads(converter):
-            found = {
-                p: [t] if isinstance(t, torch.Tensor) else t
-                for p, t in zip(converter.source_patterns, tensors, strict=True)
-            }
-            present = [tensor for parts in found.values() for tensor in parts]
             if self._quantisation.has_codes(found, self._sources[target]):
-                if any(isinstance(tensor, SymbolicTensor) for tensor in present):
-                    raise Untraceable(f"{self._quantisation.method}: codes times their scales")
+                if any(isinstance(part, SymbolicTensor) for parts in found.values() for part in parts):
+                    raise Untraceable(f"{self._quantisation.method} codes are multiplied by their scales")
                 # The scales are not the model's to cast.
                 wanted = None
-            elif len(present) == 1 and len(converter.operations) == 1:
-                return {target: present[0]}
-        run = copy.deepcopy(converter)
-        for pattern, parts in zip(run.source_patterns, tensors, strict=True):
-            for part in [parts] if isinstance(parts, torch.Tensor) else parts:
+                self._quantisation.complete_blocks(run)
+            elif len(converter.operations) == 1 and (weight := self._quantisation.plain_weight(found)) is not None:
+                return {target: weight}
+        for pattern, parts in found.items():
+            for part in parts:
                 # What is arithmetic is done in the model's dtype, as transformers does it; a plain move is cast later.
                 cast = type(part) is torch.Tensor and wanted is not None and may_cast(part.dtype, wanted)
                 run.add_tensor(target, target, pattern, part.to(wanted) if cast else part)
