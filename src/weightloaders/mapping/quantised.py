@@ -124,7 +124,9 @@ class Quantisation:
         other blocks than those that were quantised.
         """
         block = self._block
-        for operation in converter.operations if block else ():
+        if block is None:
+            return
+        for operation in converter.operations:
             whole = getattr(operation, "_dequantize_one", None)
             if whole is not None:
                 operation._dequantize_one = functools.partial(_with_whole_blocks, whole, block)  # noqa: SLF001 -- see above

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from weightloaders.mapping.dtypes import may_cast
+from weightloaders.mapping.dtypes import is_codes, may_cast
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,9 @@ _IF_QUANTISED = (
 _QUANTISED = (
     r"(^|[._])(qweight|qzeros|scales|g_idx|absmax|nested_absmax|quant_map|quant_state|SCB|weight_format|weight_packed"
     r"|weight_shape|zero_point|weight_zero_point|(weight|input|output|k|v|kv|q)_scale|weight_scale_inv|scale_inv)(\.|$)"
+)
+_IF_PLAIN = (
+    "the model is built for quantised weights, and these are plain: build it from a config without quantization_config"
 )
 _IF_CODES = f"integers and 8-bit codes are usually quantised weights: {_IF_QUANTISED}"
 _VOCABULARY = re.compile(r"embed|lm_head|wte|vocab|(^|\.)output\.weight$")
@@ -54,7 +57,7 @@ def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -
             "gather them and save again"
         )
     if not may_cast(dtype, target.dtype):
-        return f" in {dtype}", _IF_CODES
+        return f" in {dtype}", _codes_hint(dtype, target)
     if len(shape) == len(wanted) == 2 and shape == wanted[::-1]:
         return " (it looks transposed)", f"load with rules=[Convert({name!r}, {name!r}, 'transpose')]"
     if math.prod(shape) == math.prod(wanted):
@@ -87,7 +90,12 @@ def is_placeholder(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 def cause_of_dtype(source: torch.dtype, target: Target) -> tuple[str, str]:
     """Why values of one kind can't become another, and what to do about it."""
-    return f"the source has {source} values, which can't become {target.dtype} by a cast", _IF_CODES
+    return f"the source has {source} values, which can't become {target.dtype} by a cast", _codes_hint(source, target)
+
+
+def _codes_hint(source: torch.dtype, target: Target) -> str:
+    packed = is_codes(target.dtype) and target.dtype.itemsize == 1
+    return _IF_PLAIN if packed and not is_codes(source) else _IF_CODES
 
 
 def cause_of_unexpected(names: Sequence[str]) -> str | None:
