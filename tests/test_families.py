@@ -160,7 +160,7 @@ def test_experts_are_copied_each_to_its_place(family: str, saved: Any) -> None:
     fused = [step for step in plan.steps if step.rules and "MergeModulelist" in step.rules[-1]]
     assert fused
     assert all(isinstance(step, CopyStep) for step in fused)
-    assert {len(step.pieces) for step in fused if isinstance(step, CopyStep)} == {4, 8}
+    assert {len(step.placements) for step in fused if isinstance(step, CopyStep)} == {4, 8}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3"])

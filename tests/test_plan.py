@@ -1173,7 +1173,7 @@ def test_explain_tells_file_bytes_and_rules(tmp_path: Path) -> None:
     plan = plan_load(model, folder, rules=rules, on_missing="warn")
     whole = plan.explain("qk")
     assert "qk  [4, 2] torch.float32" in whole
-    assert re.search(r"elements 4 to 8 from elements 0 to 4 of x\.k in .*model\.safetensors, bytes \d+ to \d+", whole)
+    assert re.search(r"elements 4 to 8 from x\.k in .*model\.safetensors, bytes \d+ to \d+", whole)
     assert "by rename 'x' -> ''" in whole
     # A source's name leads to where it goes.
     assert plan.explain("x.q") == whole
@@ -1206,7 +1206,7 @@ def test_to_json_has_it_all(tmp_path: Path) -> None:
     copy, compute = sorted(data["steps"], key=lambda step: step["kind"], reverse=True)
     assert copy["targets"] == ["a"]
     assert copy["pieces"][0]["source"] == "module.a"
-    assert copy["pieces"][0]["files"][0][0].endswith("model.safetensors")
+    assert copy["sources"][0]["files"][0][0].endswith("model.safetensors")
     assert (compute["kind"], compute["sources"]) == ("compute", ["b"])
     assert {f["kind"] for f in data["findings"]} == {"unexpected", "cast"}
     assert set(data) == {

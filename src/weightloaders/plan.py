@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightloaders.errors import PlanError, RuleError, UnknownTensorError
 from weightloaders.mapping.patterns import Pattern
+from weightloaders.mapping.placement import Constant, Placement, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -162,22 +164,37 @@ def _search(pattern: Any) -> Callable[[str], object]:
     return lambda name: anywhere.search(name + ".")
 
 
-class Piece(NamedTuple):
-    """``length`` elements of a source tensor from ``source_start`` on, to ``target_start`` on; in row-major order."""
-
-    info: TensorInfo
-    source_start: int
-    target_start: int
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class CopyStep:
-    """Fill one target with pieces of source tensors; nothing is computed, at most cast."""
+    """Fill one target by strided copies from source tensors; nothing is computed, at most cast.
+
+    Attributes:
+        target: What is filled.
+        sources: The tensors that the placements read, in the order of their numbers.
+        placements: Which elements of which source go where; both sides in row-major order. A source that is no
+            number is a value that is written, or None for what nothing is written to.
+        rules: The rules that led here, for the report.
+    """
 
     target: Target
-    pieces: tuple[Piece, ...]
+    sources: tuple[TensorInfo, ...]
+    placements: tuple[Placement, ...]
     rules: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, target: Target, info: TensorInfo, rules: tuple[str, ...] = ()) -> CopyStep:
+        """A source tensor as it is."""
+        return cls(target, (info,), (whole(0, info.numel),), rules)
+
+    @classmethod
+    def of(
+        cls, target: Target, infos: Sequence[TensorInfo], placements: Sequence[Placement], rules: tuple[str, ...] = ()
+    ) -> CopyStep:
+        """Parts of some of these tensors."""
+        used = dict.fromkeys(p.source for p in placements if isinstance(p.source, int))
+        numbers = {source: number for number, source in enumerate(used)}
+        renumbered = (p._replace(source=numbers[p.source]) if isinstance(p.source, int) else p for p in placements)
+        return cls(target, tuple(infos[source] for source in used), tuple(renumbered), rules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +229,7 @@ def step_targets(step: Step) -> list[Target]:
 def step_infos(step: Step) -> list[TensorInfo]:
     """What a step reads."""
     if isinstance(step, CopyStep):
-        return list({id(p.info): p.info for p in step.pieces}.values())
+        return list(step.sources)
     if isinstance(step, CallStep):
         return [step.info]
     return [i for s in step.sources for i in (s if isinstance(s, tuple) else (s,))]
@@ -394,12 +411,21 @@ class LoadPlan:
 def _bytes_of(step: Step) -> int:
     if not isinstance(step, CopyStep):
         return sum(info.bytes_stored for info in step_infos(step))
-    pieces = [p for p in step.pieces if _lies_in_one_run(p.info)]
-    # What lies scattered is read as a whole, once.
-    whole = {id(p.info): p.info for p in step.pieces if not _lies_in_one_run(p.info)}
-    return sum(p.length * p.info.extents[0].stored_dtype.itemsize for p in pieces) + sum(
-        info.bytes_stored for info in whole.values()
-    )
+    total = 0
+    for number, info in enumerate(step.sources):
+        # What lies scattered, or is made by its loader, is read as a whole, once.
+        total += (
+            sum(_elements_read(p) for p in step.placements if p.source == number)
+            * info.extents[0].stored_dtype.itemsize
+            if _lies_in_one_run(info)
+            else info.bytes_stored
+        )
+    return total
+
+
+def _elements_read(placed: Placement) -> int:
+    """How many elements of its source a copy reads; what it repeats it reads once."""
+    return math.prod(count for count, step, _ in placed.dims if step)
 
 
 def _lies_in_one_run(info: TensorInfo) -> bool:
@@ -418,13 +444,10 @@ def describe_source(info: TensorInfo) -> str:
 def _explain_step(step: Step, target: Target) -> str:
     lines = [f"{target.name}  {list(target.shape)} {target.dtype}"]
     if isinstance(step, CopyStep):
-        lines += [
-            f"  elements {p.target_start} to {p.target_start + p.length} "
-            f"from elements {p.source_start} to {p.source_start + p.length} of {describe_source(p.info)}"
-            for p in step.pieces[:_SHOWN]
-        ]
-        if len(step.pieces) > _SHOWN:
-            lines.append(f"  and {len(step.pieces) - _SHOWN} more pieces")
+        shown = step.placements[:_SHOWN]
+        lines += [f"  {_where_to(p, step.target)} from {_where_from(p, step)}" for p in shown]
+        if len(step.placements) > len(shown):
+            lines.append(f"  and {len(step.placements) - len(shown)} more pieces")
     else:
         how = (
             "handed to the parameter's own weight_loader" if isinstance(step, CallStep) else f"computed ({step.reason})"
@@ -435,6 +458,33 @@ def _explain_step(step: Step, target: Target) -> str:
     return "\n".join(lines)
 
 
+def _where_to(placed: Placement, target: Target) -> str:
+    if placed.numel == target.tensor.numel() and placed.is_contiguous:
+        return "all of it"
+    if placed.is_contiguous:
+        return f"elements {placed.target_start} to {placed.target_start + placed.numel}"
+    return f"{placed.numel} elements from {placed.target_start} on, {_loops(placed, 2)},"
+
+
+def _where_from(placed: Placement, step: CopyStep) -> str:
+    if not isinstance(placed.source, int):
+        return "nowhere" if placed.source is None else f"the constant {placed.source.value}"
+    info = step.sources[placed.source]
+    described = describe_source(info)
+    if placed.numel == info.numel and placed.is_contiguous:
+        return described
+    if placed.is_contiguous:
+        return f"elements {placed.source_start} to {placed.source_start + placed.numel} of {described}"
+    return f"elements from {placed.source_start} on, {_loops(placed, 1)}, of {described}"
+
+
+def _loops(placed: Placement, side: Literal[1, 2]) -> str:
+    """The loops of a copy on one side, in words: "512 times 64 in steps of 4,096"."""
+    *outer, last = placed.dims
+    inner = [f"{last[0]} in a row" if last[side] == 1 else f"{last[0]} in steps of {last[side]}"]
+    return " of ".join([*(f"{dim[0]} times, in steps of {dim[side]}," for dim in outer), *inner])
+
+
 def _step_as_data(step: Step) -> dict[str, Any]:
     data: dict[str, Any] = {
         "kind": {CopyStep: "copy", ComputeStep: "compute", CallStep: "call"}[type(step)],
@@ -442,15 +492,19 @@ def _step_as_data(step: Step) -> dict[str, Any]:
         "rules": list(step.rules),
     }
     if isinstance(step, CopyStep):
+        data["sources"] = [
+            {"name": info.name, "files": [[e.source.name, e.offset, e.length] for e in info.extents]}
+            for info in step.sources
+        ]
         data["pieces"] = [
             {
-                "source": p.info.name,
-                "files": [[e.source.name, e.offset, e.length] for e in p.info.extents],
+                **({"source": step.sources[p.source].name} if isinstance(p.source, int) else {}),
+                **({"constant": p.source.value} if isinstance(p.source, Constant) else {}),
                 "from": p.source_start,
                 "to": p.target_start,
-                "elements": p.length,
+                "loops": [list(dim) for dim in p.dims],
             }
-            for p in step.pieces
+            for p in step.placements
         ]
     else:
         data["sources"] = [info.name for info in step_infos(step)]

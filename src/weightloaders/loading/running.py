@@ -134,7 +134,7 @@ def _without_aliases(steps: list[Step]) -> list[Step]:
     result: list[Step] = []
     for step in steps:
         if isinstance(step, CopyStep):
-            result.append(replace(step, pieces=tuple(p._replace(info=free(p.info)) for p in step.pieces)))
+            result.append(replace(step, sources=tuple(map(free, step.sources))))
         elif isinstance(step, CallStep):
             result.append(replace(step, info=free(step.info)))
         else:

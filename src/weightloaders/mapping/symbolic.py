@@ -1,17 +1,18 @@
 """`SymbolicTensor`: runs ordinary torch code and records where every element comes from.
 
-A symbol has no values. It holds *runs*: pieces of its row-major element order that are pieces of a source's row-major
-element order. Views leave the runs alone, `cat` and `stack` join them, slices cut them. What comes out says which bytes
-of which source go where in the target, so that nothing needs to be computed to fill it.
+A symbol has no values. It is a strided view of a *space*, as a tensor is of its storage, and the space knows by which
+strided copies (`placement`) it was filled. Views only look at the space in another way, and torch itself works out how;
+`cat`, `stack`, `clone` and the like fill a space of their own by copies composed with those before. What comes out says
+which bytes of which source go where in the target, so that nothing needs to be computed to fill it.
 
-What can't be said in a bounded number of runs (arithmetic, a cast, a large transpose) raises `Untraceable`; the caller
-then runs the same code on real tensors.
+What is no such copy (arithmetic, a second cast, a look at values) raises `Untraceable`; the caller then runs the same
+code on real tensors.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import functools
 import itertools
 import math
 from contextvars import ContextVar
@@ -19,12 +20,23 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightloaders.mapping.dtypes import may_cast
+from weightloaders.mapping.placement import (
+    MAX_PLACEMENTS,
+    Constant,
+    Placement,
+    TooManyPlacements,
+    coalesce,
+    compose,
+    placement,
+    row_major,
+    whole,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-# A transpose has a run an element. Beyond this many, runs cost more than the computation that they would save.
-MAX_RUNS = 1 << 16
 
 
 class Untraceable(Exception):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
@@ -42,14 +54,18 @@ _refusals: ContextVar[list[str] | None] = ContextVar("weightloaders_refusals", d
 
 @contextlib.contextmanager
 def tracing() -> Iterator[None]:
-    """Run torch code on symbols within this: then what it may not do is noticed even if it catches every exception.
+    """Run torch code on symbols within this.
+
+    New memory (``empty``, ``zeros``) that the code asks for is a symbol too, and what the code may not do is noticed
+    even if it catches every exception.
 
     Raises:
         Untraceable: At the end, if the code met one and went on.
     """
     token = _refusals.set([])
     try:
-        yield
+        with _Tracing():  # type: ignore[no-untyped-call]  # torch declares no types
+            yield
         refusals = _refusals.get()
     finally:
         _refusals.reset(token)
@@ -57,54 +73,110 @@ def tracing() -> Iterator[None]:
         raise Untraceable(refusals[0])
 
 
-# The number of a source, the first element in its row-major order, and how many. Plain tuples of numbers, because a
-# layout may come to tens of thousands, and such tuples are spared by Python's garbage collector.
-Run = tuple[int, int, int]
+class _Space:
+    """What a symbol is a view of.
+
+    Attributes:
+        layers: The copies that filled it. Where they overlap, the last counts.
+        is_cast: Whether elements were cast on the way here.
+        is_source: Whether it is a source, which is never written to.
+    """
+
+    __slots__ = ("_overwritten", "is_cast", "is_source", "layers")
+
+    def __init__(self, layers: list[Placement], *, is_cast: bool = False, is_source: bool = False) -> None:
+        self.layers = layers
+        self.is_cast = is_cast
+        self.is_source = is_source
+        self._overwritten = False
+
+    def write(self, source: SymbolicTensor, steps: Iterable[int], start: int, *, cast: bool = False) -> None:
+        """Copy a symbol to where these steps, one a dimension, lead from ``start`` on."""
+        if cast and source.space.is_cast:
+            raise Untraceable("a cast of what was cast before")
+        dims = zip(source.plain.shape, source.plain.stride(), steps, strict=True)
+        self._copy(source.space, placement(0, int(source.plain.storage_offset()), start, dims))
+        self.is_cast |= cast or source.space.is_cast
+
+    def _copy(self, other: _Space, reading: Placement) -> None:
+        try:
+            found, _ = compose(other.layers, reading)
+        except TooManyPlacements:
+            raise _too_many() from None
+        self.layers += found
+        self._overwritten |= other.overwritten
+        if len(self.layers) > MAX_PLACEMENTS:
+            raise _too_many()
+
+    def fill(self, value: Constant, view: torch.Tensor) -> None:
+        """Write one value wherever a view of this space looks."""
+        dims = [(size, 0, step) for size, step in zip(view.shape, view.stride(), strict=True)]
+        self.layers.append(placement(value, 0, int(view.storage_offset()), dims))
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether anything that came from a source was written over."""
+        copies = [layer for layer in self.layers if isinstance(layer.source, int)]
+        if not self._overwritten and not self.is_source and len(copies) > 1:
+            end = max(layer.target_end for layer in self.layers)
+            seen, _ = compose(self.layers, whole(0, end))
+            self._overwritten = sum(s.numel for s in seen if isinstance(s.source, int)) < sum(
+                layer.numel for layer in copies
+            )
+        return self._overwritten
+
+
+def _too_many() -> Untraceable:
+    return Untraceable(f"more than {MAX_PLACEMENTS} separate pieces")
 
 
 class SymbolicTensor(torch.Tensor):
     """A tensor without values that knows where its elements would come from.
 
     Attributes:
-        runs: Where they come from, in row-major order; neighbours are joined.
+        space: What it is a view of.
+        plain: How it looks at it: a plain tensor on meta with the same sizes, strides and offset.
     """
 
-    runs: tuple[Run, ...]
-    _starts: list[int] | None
+    space: _Space
+    plain: torch.Tensor
 
     # Torch code goes straight to `__torch_dispatch__`, below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 -- how torch's own subclasses say so
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, runs: Iterable[Run]) -> SymbolicTensor:
-        """Make a symbol.
-
-        Raises:
-            Untraceable: If there are more than `MAX_RUNS` runs.
-        """
-        # Strides are always claimed to be row-major, so `reshape` and `contiguous` never copy.
+    def __new__(cls, plain: torch.Tensor, space: _Space) -> SymbolicTensor:
+        """Make a symbol that looks at a space as a plain tensor on meta does at its storage."""
         symbol: SymbolicTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 -- the only way to make one
-            cls, tuple(shape), dtype=dtype, device=torch.device("meta")
+            cls, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype, device=torch.device("cpu")
         )
-        # What a view passes on is joined already.
-        symbol.runs = runs if isinstance(runs, tuple) else _joined(runs)
-        symbol._starts = None
+        symbol.plain = plain
+        symbol.space = space
         return symbol
 
     @classmethod
     def of(cls, source: int, shape: Sequence[int], dtype: torch.dtype) -> SymbolicTensor:
         """The symbol for a whole source tensor."""
-        return cls(shape, dtype, [(source, 0, math.prod(shape))])
+        plain = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return cls(plain, _Space([whole(source, plain.numel())], is_source=True))
 
     @property
-    def starts(self) -> list[int]:
-        """Where each run begins in the symbol's own order, and where the last one ends."""
-        if self._starts is None:
-            self._starts = list(itertools.accumulate((length for _, _, length in self.runs), initial=0))
-        return self._starts
+    def is_cast(self) -> bool:
+        """Whether its elements were cast on the way; at most once."""
+        return self.space.is_cast
+
+    def placements(self) -> list[Placement]:
+        """Where its elements come from, in its own row-major order; of what was never written, from None.
+
+        Raises:
+            Untraceable: If there are too many separate pieces.
+        """
+        result = _Space([])
+        result.write(self, row_major(self.shape), 0)
+        return coalesce(result.layers)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch declares no types
-        return f"SymbolicTensor(shape={list(self.shape)}, dtype={self.dtype}, runs={len(self.runs)})"
+        return f"SymbolicTensor(shape={list(self.shape)}, dtype={self.dtype}, layers={len(self.space.layers)})"
 
     # These would get at memory without asking torch's dispatcher.
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
@@ -119,221 +191,262 @@ class SymbolicTensor(torch.Tensor):
         """Refused."""
         raise Untraceable("data_ptr")
 
+    def untyped_storage(self) -> NoReturn:
+        """Refused."""
+        raise Untraceable("untyped_storage")
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a plain function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        handler = _OPERATIONS.get(func)
-        if handler is None:
+        return _dispatch(func, args, kwargs or {})
+
+
+class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
+    """Sees to it that new memory is a symbol."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # What symbols are made of is on meta, and no other code has a use for that.
+        if func in _FACTORIES and kwargs.get("device") != torch.device("meta"):
+            return _new(func, args, kwargs, _FACTORIES[func])
+        symbolic = any(isinstance(leaf, SymbolicTensor) for leaf in pytree.arg_tree_leaves(*args, **kwargs))
+        return _dispatch(func, args, kwargs) if symbolic else func(*args, **kwargs)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = _OPERATIONS.get(func)
+    if handler is None:
+        if not _is_view(func):
             raise Untraceable(str(func))
-        return handler(func, args, kwargs or {})
+        handler = _view
+    return handler(func, args, kwargs)
 
 
-def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Neighbours that are neighbours in the source too become one run."""
-    # A layout may well come to tens of thousands of runs, so this is written for speed.
-    result: list[Run] = []
-    source, start, end = -1, 0, 0
-    for next_source, next_start, length in runs:
-        if next_source == source and next_start == end:
-            end += length
-        elif length:
-            if end > start:
-                result.append((source, start, end - start))
-            source, start, end = next_source, next_start, next_start + length
-            if len(result) >= MAX_RUNS:
-                raise _too_many_runs()
-    if end > start:
-        result.append((source, start, end - start))
-    return tuple(result)
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Whether what an operation returns is, by its own declaration, always a view of what it is given."""
+    returns = func._schema.returns  # noqa: SLF001 -- torch's only word on it
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def _too_many_runs() -> Untraceable:
-    return Untraceable(f"more than {MAX_RUNS} separate pieces")
+def _plain(tree: Any) -> Any:
+    """Views instead of symbols: what torch works out on these holds for the symbols, and so do its errors."""
+    return pytree.tree_map_only(SymbolicTensor, lambda symbol: symbol.plain, tree)
 
 
-def _cut(symbol: SymbolicTensor, ranges: Iterable[tuple[int, int]]) -> Iterator[Sequence[Run]]:
-    """For each range (start, length) of a symbol's element order its runs."""
-    runs = symbol.runs
-    if len(runs) == 1:
-        source, first, _ = runs[0]
-        for start, length in ranges:
-            yield ((source, first + start, length),)
-        return
-    starts = symbol.starts
-    for start, length in ranges:
-        end = start + length
-        at = bisect.bisect_right(starts, start) - 1
-        found = []
-        while start < end:
-            source, first, size = runs[at]
-            offset = start - starts[at]
-            count = min(size - offset, end - start)
-            found.append((source, first + offset, count))
-            start += count
-            at += 1
-        yield found
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    symbol = args[0]
+    if not isinstance(symbol, SymbolicTensor):
+        raise Untraceable(f"{func} with a tensor that does not come from the source")
+    plain_args, plain_kwargs = _plain((args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+
+    def seen(view: torch.Tensor) -> SymbolicTensor:
+        # Some views are of other values: of bits as another dtype, conjugates.
+        if view.dtype != symbol.dtype or view.is_conj() or view.is_neg():
+            raise Untraceable(str(func))
+        return SymbolicTensor(view, symbol.space)
+
+    return pytree.tree_map_only(torch.Tensor, seen, result)
 
 
-def _by_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch says about the result, or about a mistake: the same operation on plain meta tensors."""
-    plain = pytree.tree_map_only(
-        SymbolicTensor, lambda s: torch.empty(s.shape, dtype=s.dtype, device="meta"), (args, kwargs)
-    )
-    return func(*plain[0], **plain[1])
+def _filled(result: torch.Tensor, parts: Iterable[tuple[SymbolicTensor, Sequence[int], int]]) -> SymbolicTensor:
+    """A symbol of a space of its own.
+
+    Args:
+        result: How it looks at it.
+        parts: The symbols that fill it, each with the steps by which it goes in, and where it starts.
+    """
+    space = _Space([])
+    for symbol, steps, start in parts:
+        space.write(symbol, steps, start, cast=_needs_cast(symbol.dtype, result.dtype))
+    space.layers = coalesce(space.layers)
+    return SymbolicTensor(result, space)
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
-    return args[position] if len(args) > position else kwargs.get(name, default)
-
-
-def _same_order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    """What leaves the row-major order of elements, and their values, alone."""
-    symbol: SymbolicTensor = args[0]
-    return SymbolicTensor(_by_meta(func, args, kwargs).shape, symbol.dtype, symbol.runs)
-
-
-def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    """A move to another device or memory format changes nothing here; a cast would change values."""
-    symbol: SymbolicTensor = args[0]
-    if kwargs.get("dtype") not in (None, symbol.dtype):
-        raise Untraceable(f"{func} to {kwargs['dtype']}")
-    return SymbolicTensor(symbol.shape, symbol.dtype, symbol.runs)
-
-
-def _part(symbol: SymbolicTensor, dim: int, chosen: range, shape: Sequence[int]) -> SymbolicTensor:
-    """What lies at some positions along one dimension."""
-    if chosen == range(symbol.shape[dim]):
-        return SymbolicTensor(shape, symbol.dtype, symbol.runs)
-    outer, size, inner = math.prod(symbol.shape[:dim]), symbol.shape[dim], math.prod(symbol.shape[dim + 1 :])
-    slabs = [(chosen.start, len(chosen))] if chosen.step == 1 else [(at, 1) for at in chosen]
-    if not math.prod(shape):
-        return SymbolicTensor(shape, symbol.dtype, ())
-    if outer * len(slabs) > MAX_RUNS:
-        raise _too_many_runs()
-    ranges = (((i * size + start) * inner, count * inner) for i in range(outer) for start, count in slabs)
-    return SymbolicTensor(shape, symbol.dtype, itertools.chain.from_iterable(_cut(symbol, ranges)))
-
-
-def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    symbol: SymbolicTensor = args[0]
-    result = _by_meta(func, args, kwargs)
-    dim = _argument(args, kwargs, 1, "dim", 0) % symbol.dim()
-    limits = [_argument(args, kwargs, at, name, None) for at, name in ((2, "start"), (3, "end"), (4, "step"))]
-    return _part(symbol, dim, range(symbol.shape[dim])[slice(*limits)], result.shape)
-
-
-def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
-    symbol: SymbolicTensor = args[0]
-    result = _by_meta(func, args, kwargs)
-    dim = args[1] % symbol.dim()
-    at = args[2] % symbol.shape[dim]
-    return _part(symbol, dim, range(at, at + 1), result.shape)
-
-
-def _parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SymbolicTensor]:
-    """split, split_with_sizes, unbind: several slices along one dimension."""
-    symbol: SymbolicTensor = args[0]
-    results = _by_meta(func, args, kwargs)
-    unbinds = func is torch.ops.aten.unbind.int
-    dim = _argument(args, kwargs, 1 if unbinds else 2, "dim", 0) % symbol.dim()
-    sizes = [1 if unbinds else result.shape[dim] for result in results]
-    starts = itertools.accumulate(sizes, initial=0)
-    return [
-        _part(symbol, dim, range(start, start + size), result.shape)
-        for start, size, result in zip(starts, sizes, results, strict=False)
-    ]
+def _needs_cast(source: torch.dtype, target: torch.dtype) -> bool:
+    if source == target:
+        return False
+    if not may_cast(source, target):
+        raise Untraceable(f"a cast from {source} to {target}")
+    return True
 
 
 def _symbols(func: Any, tensors: Sequence[torch.Tensor]) -> list[SymbolicTensor]:
     symbols = [t for t in tensors if isinstance(t, SymbolicTensor)]
     if len(symbols) != len(tensors):
         raise Untraceable(f"{func} with a tensor that does not come from the source")
-    if len({s.dtype for s in symbols}) > 1:
-        raise Untraceable(f"{func} of different dtypes")
     return symbols
 
 
-def _side_by_side(
-    symbols: Sequence[SymbolicTensor], outer: int, shape: Sequence[int], dtype: torch.dtype
-) -> SymbolicTensor:
-    """For each index of the outer dimensions what each symbol has there, one behind the other."""
-    if not math.prod(shape):
-        return SymbolicTensor(shape, dtype, ())
-    if outer * len(symbols) > MAX_RUNS:
-        raise _too_many_runs()
-    in_turn = itertools.chain.from_iterable(zip(*(_blocks(symbol, outer) for symbol in symbols), strict=True))
-    return SymbolicTensor(shape, dtype, itertools.chain.from_iterable(in_turn))
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _blocks(symbol: SymbolicTensor, count: int) -> Iterator[Sequence[Run]]:
-    size = symbol.numel() // count
-    return _cut(symbol, ((i * size, size) for i in range(count)))
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    """clone, and what `Tensor.to` does: a move to another device changes nothing here."""
+    symbol: SymbolicTensor = args[0]
+    result = func(symbol.plain, **{**kwargs, "device": "meta"} if func is _copy_to else kwargs)
+    return _filled(result, [(symbol, result.stride(), 0)])
+
+
+def _unsafe_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    """How `reshape` ends where it had to copy."""
+    return SymbolicTensor(args[0].plain.view(args[1]), args[0].space)
 
 
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbols = _symbols(func, args[0])
-    result = _by_meta(func, args, kwargs)
-    dim = _argument(args, kwargs, 1, "dim", 0) % result.dim()
+    dim = _argument(args, kwargs, 1, "dim", 0)
+    result = func([symbol.plain for symbol in symbols], dim)
+    dim %= result.dim()
+    steps = result.stride()
     # torch lets empty vectors pass among tensors of any shape; they add nothing.
-    symbols = [s for s in symbols if s.numel()]
-    return _side_by_side(symbols, math.prod(result.shape[:dim]), result.shape, result.dtype)
+    symbols = [symbol for symbol in symbols if symbol.numel()]
+    starts = itertools.accumulate((symbol.shape[dim] * steps[dim] for symbol in symbols), initial=0)
+    return _filled(result, ((symbol, steps, start) for symbol, start in zip(symbols, starts, strict=False)))
 
 
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbols = _symbols(func, args[0])
     # Where all have one shape, which is nearly always, torch need not be shown every one of hundreds of experts.
-    shown = symbols if len({s.shape for s in symbols}) > 1 else symbols[:1]
-    result = _by_meta(func, (shown, *args[1:]), kwargs)
-    dim = _argument(args, kwargs, 1, "dim", 0) % result.dim()
-    shape = [*result.shape[:dim], len(symbols), *result.shape[dim + 1 :]]
-    return _side_by_side(symbols, math.prod(shape[:dim]), shape, result.dtype)
+    shown = symbols if len({(s.shape, s.dtype) for s in symbols}) > 1 else symbols[:1]
+    dim = _argument(args, kwargs, 1, "dim", 0)
+    result = func([symbol.plain for symbol in shown], dim)
+    dim %= result.dim()
+    if len(symbols) != len(shown):
+        result = torch.empty(
+            (*result.shape[:dim], len(symbols), *result.shape[dim + 1 :]), dtype=result.dtype, device="meta"
+        )
+    steps = result.stride()
+    others = (*steps[:dim], *steps[dim + 1 :])
+    return _filled(result, ((symbol, others, at * steps[dim]) for at, symbol in enumerate(symbols)))
 
 
-def _permute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+def _flip(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbol: SymbolicTensor = args[0]
-    result = _by_meta(func, args, kwargs)
-    rank = symbol.dim()
-    if func is torch.ops.aten.permute.default:
-        order = [dim % rank for dim in args[1]]
+    result = func(symbol.plain, args[1])
+    flipped = {dim % symbol.dim() for dim in args[1]}
+    steps = [-step if dim in flipped else step for dim, step in enumerate(result.stride())]
+    start = sum((result.shape[dim] - 1) * result.stride(dim) for dim in flipped) if result.numel() else 0
+    return _filled(result, [(symbol, steps, start)])
+
+
+def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    symbol: SymbolicTensor = args[0]
+    pads = args[1]
+    result = func(symbol.plain, pads)
+    space = _Space([whole(Constant(_argument(args, kwargs, 2, "value", 0)), result.numel())])
+    inside, outside = symbol.plain, result
+    for number, (before, behind) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
+        dim = symbol.dim() - 1 - number
+        # A negative pad cuts off.
+        kept = symbol.shape[dim] + min(before, 0) + min(behind, 0)
+        inside = inside.narrow(dim, max(-before, 0), kept)
+        outside = outside.narrow(dim, max(before, 0), kept)
+    space.write(SymbolicTensor(inside, symbol.space), outside.stride(), outside.storage_offset())
+    return SymbolicTensor(result, space)
+
+
+def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    symbol: SymbolicTensor = args[0]
+    result = func(symbol.plain, args[1])
+    source = symbol.plain[(None,) * (result.dim() - symbol.dim())]
+    sizes = [n for dim in range(source.dim()) for n in (args[1][dim], source.shape[dim])]
+    for dim in range(source.dim()):
+        source = source.unsqueeze(2 * dim)
+    return _filled(result, [(SymbolicTensor(source.expand(sizes), symbol.space), result.view(sizes).stride(), 0)])
+
+
+def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    """Rows by their numbers, where the numbers are known."""
+    symbol: SymbolicTensor = args[0]
+    if func is _aten.index.Tensor:
+        given = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+        if len(given) != 1:
+            raise Untraceable(f"{func} with several indices")
+        dim, index = given[0]
     else:
-        order = list(range(rank))
-        if rank > 1 or func is not torch.ops.aten.t.default:
-            first, second = (0, 1) if func is torch.ops.aten.t.default else (args[1] % rank, args[2] % rank)
-            order[first], order[second] = order[second], order[first]
-    # A dimension of one element may go anywhere without anything moving.
-    wide = [dim for dim in range(rank) if symbol.shape[dim] != 1]
-    shape = [symbol.shape[dim] for dim in wide]
-    moved = [wide.index(dim) for dim in order if symbol.shape[dim] != 1]
-    # The innermost dimensions that stay where they are move as blocks.
-    while moved and moved[-1] == len(moved) - 1:
-        moved.pop()
-    if not moved or not symbol.numel():
-        return SymbolicTensor(result.shape, symbol.dtype, symbol.runs)
-    block = math.prod(shape[len(moved) :])
-    if symbol.numel() // block > MAX_RUNS:
-        raise _too_many_runs()
-    steps = [math.prod(shape[dim + 1 :]) for dim in moved]
-    axes = [range(0, shape[dim] * step, step) for dim, step in zip(moved, steps, strict=True)]
-    ranges = ((sum(position), block) for position in itertools.product(*axes))
-    return SymbolicTensor(result.shape, symbol.dtype, itertools.chain.from_iterable(_cut(symbol, ranges)))
+        dim, index = args[1] % symbol.dim(), args[2]
+    if isinstance(index, SymbolicTensor) or index.dtype != torch.int64 or index.dim() != 1 or index.is_meta:
+        raise Untraceable(f"{func} by an index that is no list of numbers")
+    if len(index) > MAX_PLACEMENTS:
+        raise _too_many()
+    result = torch.ops.aten.index_select.default(symbol.plain, dim, index.to("meta"))
+    view, numbers = symbol.plain, index.tolist()
+    size = view.shape[dim]
+    if any(not -size <= number < size for number in numbers):
+        raise IndexError(f"an index is out of range for dimension {dim} of size {size}")
+    dims = [d for at, d in enumerate(zip(view.shape, view.stride(), result.stride(), strict=True)) if at != dim]
+    start, step, out_step = view.storage_offset(), view.stride(dim), result.stride(dim)
+    space = _Space([], is_cast=symbol.space.is_cast)
+    for reading in coalesce(
+        placement(0, start + number % size * step, at * out_step, dims) for at, number in enumerate(numbers)
+    ):
+        space._copy(symbol.space, reading)  # noqa: SLF001 -- one module
+    space.layers = coalesce(space.layers)
+    return SymbolicTensor(result, space)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> SymbolicTensor:
+    """New memory, of one value or not yet written."""
+    plain_args, plain_kwargs = _plain((args, kwargs))
+    result = func(*plain_args, **{**plain_kwargs, "device": "meta"})
+    if value is _GIVEN:
+        value = _argument(args, kwargs, 2 if func is _aten.new_full.default else 1, "fill_value", None)
+    source = None if value is _UNWRITTEN else Constant(value)
+    return SymbolicTensor(result, _Space([whole(source, math.prod(result.shape))]))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
+    """copy_, fill_ and zero_, into memory that the code made itself."""
+    symbol = args[0]
+    if not isinstance(symbol, SymbolicTensor):
+        raise Untraceable(f"{func} into a tensor that does not come from the source")
+    if symbol.space.is_source:
+        raise Untraceable(f"{func} into what it was given")
+    if func is _aten.copy_.default:
+        (source,) = _symbols(func, args[1:2])
+        spread = SymbolicTensor(source.plain.expand(symbol.shape), source.space)
+        cast = _needs_cast(source.dtype, symbol.dtype)
+        symbol.space.write(spread, symbol.plain.stride(), int(symbol.plain.storage_offset()), cast=cast)
+        return symbol
+    value = 0 if func is _aten.zero_.default else args[1]
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, SymbolicTensor) or value.is_meta:
+            raise Untraceable(f"{func} with a value that is not known yet")
+        value = value.item()
+    symbol.space.fill(Constant(value), symbol.plain)
+    return symbol
 
 
 _aten = torch.ops.aten
 _copy_to = _aten._to_copy.default  # noqa: SLF001 -- torch's own name for what `Tensor.to` does
 _OPERATIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
-    **dict.fromkeys(
-        (
-            _aten.view.default, _aten.unsqueeze.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims,
-            _aten.clone.default, _aten.detach.default, _aten.alias.default,
-        ),
-        _same_order,
-    ),
-    _copy_to: _to_copy,
-    _aten.slice.Tensor: _slice,
-    _aten.select.int: _select,
-    **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int), _parts),
+    _aten.clone.default: _copied,
+    _copy_to: _copied,
+    _aten._unsafe_view.default: _unsafe_view,  # noqa: SLF001 -- torch's own name
     _aten.cat.default: _cat,
     _aten.stack.default: _stack,
-    **dict.fromkeys((_aten.permute.default, _aten.transpose.int, _aten.t.default), _permute),
+    _aten.flip.default: _flip,
+    _aten.constant_pad_nd.default: _pad,
+    _aten.repeat.default: _repeat,
+    **dict.fromkeys((_aten.index_select.default, _aten.index.Tensor), _chosen),
+    **dict.fromkeys((_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default), _written),
+}
+_GIVEN, _UNWRITTEN = object(), object()
+_FACTORIES: dict[Any, Any] = {
+    **dict.fromkeys(
+        (
+            _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
+            _aten.new_empty.default, _aten.new_empty_strided.default,
+        ),
+        _UNWRITTEN,
+    ),
+    **dict.fromkeys((_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default), 0),
+    **dict.fromkeys((_aten.ones.default, _aten.ones_like.default, _aten.new_ones.default), 1),
+    **dict.fromkeys((_aten.full.default, _aten.full_like.default, _aten.new_full.default), _GIVEN),
 }  # fmt: skip

@@ -10,12 +10,13 @@ import torch
 
 from weightloaders.errors import RuleError, WeightLoadersError
 from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable, tracing
-from weightloaders.plan import Piece, listed
+from weightloaders.plan import listed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from weightloaders.mapping.names import Group
+    from weightloaders.mapping.placement import Placement
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
 
@@ -106,11 +107,15 @@ class Outcome(NamedTuple):
 
     Attributes:
         results: Target name -> a tensor without values, or None where its shape is not known before it is computed.
-        computed: Why it must be computed; empty where it is a mere rearrangement (then results are symbols).
+        placements: Target name -> the copies that make it up, where it is a mere rearrangement.
+        computed: Why it must be computed; empty where it is a mere rearrangement.
+        overwritten: Targets of which the function wrote parts twice.
     """
 
     results: Mapping[str, torch.Tensor | None]
+    placements: Mapping[str, tuple[Placement, ...]]
     computed: str = ""
+    overwritten: tuple[str, ...] = ()
 
 
 def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
@@ -128,7 +133,7 @@ def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     if problem is not None:
         raise Incomplete(problem)
     try:
-        outcome = _run_without_values(state)
+        outcome = _run_without_values(state, targets)
     except RuleError as error:
         if absence is not None:
             raise Incomplete(absence) from error
@@ -139,32 +144,47 @@ def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     return outcome
 
 
-def _run_without_values(state: GroupState) -> Outcome:
+def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     """Run the function on symbols, and where that can't be, on tensors without values."""
-    numbers = {id(info): number for number, info in enumerate(state.infos)}
     try:
-        with tracing():
-            results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
-        if not all(isinstance(result, SymbolicTensor) for result in results.values()):
-            raise Untraceable("a result that does not come from the source")
-        return Outcome(results)
+        return _traced(state, targets)
     except WeightLoadersError:
         raise
     except Exception as error:  # noqa: BLE001 -- whatever foreign code does with a symbol, real tensors decide
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     try:
-        return Outcome(_run(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta")), reason)
+        results = _run(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"))
+        return Outcome(results, {}, reason)
     except WeightLoadersError:
         raise
     except Exception as error:
         # Whatever torch says about code that asks for the values of tensors without any, it names the meta device.
         if re.search(r"\bmeta\b", str(error), re.IGNORECASE):
-            return Outcome(dict.fromkeys(state.group.targets), f"it looks at values: {reason}")
+            return Outcome(dict.fromkeys(state.group.targets), {}, f"it looks at values: {reason}")
         shapes = [f"{list(info.shape)} {info.dtype}" for info in state.infos]
         raise RuleError(
             f"{state.group.rule} can't be applied to tensors of shapes {listed(shapes)}: {error}",
             hint="check the rule's sizes against the model's config",
         ) from error
+
+
+def _traced(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
+    """Run the function on symbols."""
+    numbers = {id(info): number for number, info in enumerate(state.infos)}
+    with tracing():
+        results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
+    placements: dict[str, tuple[Placement, ...]] = {}
+    overwritten = []
+    for name, symbol in results.items():
+        if not isinstance(symbol, SymbolicTensor):
+            raise Untraceable("a result that does not come from the source")
+        if symbol.is_cast and name in targets and targets[name].dtype != symbol.dtype:
+            # One cast straight to the target's dtype would round otherwise than by way of this one.
+            raise Untraceable(f"a cast to {symbol.dtype}, which is not what the model has")
+        placements[name] = tuple(symbol.placements())
+        if symbol.space.overwritten:
+            overwritten.append(name)
+    return Outcome(results, placements, overwritten=tuple(overwritten))
 
 
 def _run(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -173,11 +193,3 @@ def _run(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> Mappi
         for argument in state.arguments()
     ]
     return state.group.function(arguments)
-
-
-def pieces_of(symbol: SymbolicTensor, infos: Sequence[TensorInfo]) -> tuple[Piece, ...]:
-    """Where the elements of a traced result come from."""
-    return tuple(
-        Piece(infos[source], start, at, length)
-        for (source, start, length), at in zip(symbol.runs, symbol.starts, strict=False)
-    )

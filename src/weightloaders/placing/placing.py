@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from weightloaders.errors import WeightLoadersError
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.symbolic import SymbolicTensor
 from weightloaders.placing.accounting import settle
 from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
 from weightloaders.placing.comparing import agree
-from weightloaders.placing.groups import GroupState, Incomplete, Outcome, outcome_of, pieces_of
-from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Piece, Policies
+from weightloaders.placing.groups import GroupState, Incomplete, Outcome, outcome_of
+from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Policies
 
 if TYPE_CHECKING:
     import re
@@ -80,7 +79,7 @@ class Placing:
         elif not self._comes_with_partner(target, info):
             self._note_cast(target, info.dtype, info)
             self._fill(target, info, info.name)
-            self.plan.steps.append(CopyStep(target, (Piece(info, 0, 0, info.numel),), rules))
+            self.plan.steps.append(CopyStep.whole(target, info, rules))
 
     def _fill(self, target: Target, info: TensorInfo | None, source: str) -> None:
         canonical = self.targets.canonical[target.name]
@@ -234,25 +233,43 @@ class Placing:
         self.spoilt.update(self.targets.canonical[name] for name in known)
 
     def _steps_of(self, state: GroupState, outcome: Outcome) -> list[CopyStep | ComputeStep]:
-        infos, (results, computed) = state.infos, outcome
-        if not results:
+        infos = tuple(state.infos)
+        if not outcome.results:
             for info in infos:
                 self._unwanted(info.name, info.name, f"{state.group.rule} makes nothing of it")
         taken: dict[str, Target] = {}
-        for name, result in results.items():
+        for name, result in outcome.results.items():
             target = self.targets.by_name.get(name)
             if target is None:
                 self._unwanted(name, name, f"{state.group.rule} makes it, and the model does not have it")
             elif self._takes(target, result, infos):
                 taken[name] = target
-        if computed:
+        if outcome.computed:
             arguments = tuple(state.arguments())
-            return [ComputeStep(taken, arguments, state.group.function, state.rules, computed)] if taken else []
-        return [
-            CopyStep(target, pieces_of(symbol, infos), state.rules)
-            for name, target in taken.items()
-            if isinstance(symbol := results[name], SymbolicTensor)
-        ]
+            return [ComputeStep(taken, arguments, state.group.function, state.rules, outcome.computed)] if taken else []
+        for name in taken:
+            self._note_unwritten(name, state, outcome)
+        return [CopyStep.of(target, infos, outcome.placements[name], state.rules) for name, target in taken.items()]
+
+    def _note_unwritten(self, name: str, state: GroupState, outcome: Outcome) -> None:
+        """A function that makes its own memory may leave parts of it unwritten, or write them twice."""
+        about = (name, *(info.name for info in state.infos))
+        never = sum(p.numel for p in outcome.placements[name] if p.source is None)
+        if never:
+            total = self.targets.by_name[name].tensor.numel()
+            self.plan.findings.append(
+                Finding(
+                    "rule", "error", f"{state.group.rule} leaves {never} of the {total} elements of {name} unwritten",
+                    about, file_of(state.infos[0]), "let the function fill all of the memory that it makes",
+                )
+            )  # fmt: skip
+        if name in outcome.overwritten:
+            self.plan.findings.append(
+                Finding(
+                    "rule", "warning", f"{state.group.rule} writes parts of {name} twice; what it wrote last counts",
+                    about, file_of(state.infos[0]),
+                )
+            )  # fmt: skip
 
     def _takes(self, target: Target, result: torch.Tensor | None, infos: Sequence[TensorInfo]) -> bool:
         """Whether a group's result fits its target, and nothing else fills that."""

@@ -7,15 +7,18 @@ read whole; a parameter whose own memory is not in row-major order is put togeth
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from weightloaders.errors import LoaderContractError, LoadError
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.plan import CallStep, ComputeStep, CopyStep, Piece, Step, step_infos, step_targets
+from weightloaders.mapping.placement import Constant, Placement, Source, cover, is_empty, placement
+from weightloaders.plan import CallStep, ComputeStep, CopyStep, Step, step_infos, step_targets
 from weightloaders.transfer.memory import is_dense, is_plain
 from weightloaders.transfer.workspace import BUFFER_BYTES
 from weightloaders.weights.reading import memory_of, native_order, read_tensor
@@ -31,8 +34,6 @@ STRAIGHT_CHUNK = 16 << 20
 # Pieces smaller than this are read together with what lies between them: a read of their own costs more than that.
 _SMALL = 64 << 10
 _MAX_GAP = 256 << 10
-# From so many pieces of one size on, one indexed copy beats copying them one by one.
-_MANY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def jobs_of(step: Step, space: Workspace) -> Iterable[Job]:
         if target.tensor.device.type == "meta":
             raise LoadError(f"{target.name} is on the meta device and has no memory to be filled", tensor=target.name)
     if isinstance(step, CopyStep):
-        _check_pieces(step)
+        _check_placements(step)
         return _copying(step, space)
     infos = step_infos(step)
     work = (lambda: _compute(step, space)) if isinstance(step, ComputeStep) else (lambda: _call(step, space))
@@ -74,20 +75,31 @@ def jobs_of(step: Step, space: Workspace) -> Iterable[Job]:
     return [Job(*_place(infos), nbytes, tuple(step_targets(step)), work, pooled=False)]
 
 
-def _check_pieces(step: CopyStep) -> None:
+def _check_placements(step: CopyStep) -> None:
     # Writing past the end of a parameter would corrupt memory, so the plan is not taken at its word.
     size = step.target.tensor.numel()
-    inside = all(
-        p.source_start >= 0 and p.target_start >= 0 and p.length >= 0
-        and p.source_start + p.length <= p.info.numel and p.target_start + p.length <= size
-        for p in step.pieces
-    )  # fmt: skip
-    if not inside or sum(p.length for p in step.pieces) != size:
+    if not (
+        all(_lies_inside(placed, step.sources, size) for placed in step.placements)
+        and cover(step.placements, size).is_exact
+    ):
         raise LoadError(
             f"the pieces planned for {step.target.name} don't make up a tensor of shape {list(step.target.shape)}",
             tensor=step.target.name,
             hint="the model changed since the plan was made; make it again",
         )
+
+
+def _lies_inside(placed: Placement, sources: Sequence[TensorInfo], size: int) -> bool:
+    if is_empty(placed):
+        return True
+    if placed.target_start < 0 or placed.target_end > size:
+        return False
+    if isinstance(placed.source, Constant):
+        return True
+    if placed.source is None or not 0 <= placed.source < len(sources):
+        return False
+    low, high = placed.source_range
+    return low >= 0 and high <= sources[placed.source].numel
 
 
 # ------------------------------------------------------------------ copying
@@ -96,15 +108,15 @@ def _check_pieces(step: CopyStep) -> None:
 def _copying(step: CopyStep, space: Workspace) -> Iterator[Job]:
     tensor = step.target.tensor
     if is_plain(tensor) and tensor.is_contiguous():
-        yield from _into_rows(step.target, step.pieces, space)
-    elif step.pieces:
+        yield from _into_rows(step, step.target, space)
+    elif tensor.numel():
         yield Job(
-            *_place([p.info for p in step.pieces]),
-            sum(p.length * _stored_dtype(p.info).itemsize for p in step.pieces),
+            *_place(step.sources),
+            sum(job.nbytes for job in _into_rows(step, step.target, space)),
             (step.target,),
             lambda: _assemble(step, space),
             # Classes of others run code of others.
-            pooled=is_plain(tensor) and all(p.info.is_raw for p in step.pieces),
+            pooled=is_plain(tensor) and all(info.is_raw for info in step.sources),
         )
 
 
@@ -113,92 +125,120 @@ def _assemble(step: CopyStep, space: Workspace) -> None:
     target = step.target
     whole = torch.empty(target.shape, dtype=target.tensor.dtype, device="cpu")
     with space.holding(whole.nbytes):
-        for job in _into_rows(replace(target, tensor=whole), step.pieces, space):
+        for job in _into_rows(step, replace(target, tensor=whole), space):
             job.work()
         target.tensor.copy_(whole)
 
 
-def _into_rows(target: Target, pieces: Sequence[Piece], space: Workspace) -> Iterator[Job]:
+def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Job]:
     """Into memory in row-major order."""
-    by_source: dict[int, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if piece.length:
-            by_source[id(piece.info)].append(piece)
-    for parts in by_source.values():
-        info = parts[0].info
+    by_source: dict[Source, list[Placement]] = defaultdict(list)
+    for placed in step.placements:
+        if not is_empty(placed):
+            by_source[placed.source].append(placed)
+    for source, parts in by_source.items():
+        if isinstance(source, Constant):
+            yield Job("", 0, 0, (target,), functools.partial(_fill, source.value, parts, target))
+        if not isinstance(source, int):
+            continue
+        info = step.sources[source]
         extent = _single_run(info)
         if extent is None:
-            yield Job(
-                *_place([info]), info.bytes_stored, (target,),
-                lambda info=info, parts=parts: _whole(info, parts, target, space),  # type: ignore[misc]
-                pooled=info.is_raw,
-            )  # fmt: skip
-        elif _is_straight(info, extent, target) and not _is_scattered(parts):
-            for piece in parts:
-                yield from _straight(piece, extent, target)
-        else:
-            yield from _through_buffer(info, parts, extent, target, space)
+            work = functools.partial(_whole, info, parts, target, space)
+            yield Job(*_place([info]), info.bytes_stored, (target,), work, pooled=info.is_raw)
+            continue
+        straight = [p for p in parts if _reads_straight(p, len(parts), info, extent, target)]
+        for placed in straight:
+            yield from _straight(placed, extent, target)
+        if len(straight) < len(parts):
+            rest = [p for p in parts if p not in straight] if straight else parts
+            yield from _through_buffer(info, rest, extent, target, space)
 
 
-def _is_straight(info: TensorInfo, extent: Extent, target: Target) -> bool:
-    return extent.stored_dtype == info.dtype == target.tensor.dtype and extent.is_native and is_dense(target.tensor)
+def _fill(value: float, parts: Sequence[Placement], target: Target) -> None:
+    flat = target.tensor.detach().view(-1)
+    for placed in parts:
+        _strided(flat, placed, 2, 0).fill_(value)
 
 
-def _is_scattered(pieces: Sequence[Piece]) -> bool:
-    size = sum(p.length for p in pieces) * pieces[0].info.dtype.itemsize
-    return len(pieces) > 1 and size < _SMALL * len(pieces)
+def _reads_straight(placed: Placement, parts: int, info: TensorInfo, extent: Extent, target: Target) -> bool:
+    """Whether the bytes lie as they are to lie in the parameter, in runs that are worth a read of their own."""
+    if not (extent.stored_dtype == info.dtype == target.tensor.dtype and extent.is_native and is_dense(target.tensor)):
+        return False
+    run = placed.dims[-1][0] if placed.dims and placed.dims[-1][1:] == (1, 1) else 1
+    return (parts == 1 and placed.is_contiguous) or run * info.dtype.itemsize >= _SMALL
 
 
-def _straight(piece: Piece, extent: Extent, target: Target) -> Iterator[Job]:
+def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Job]:
     size = target.tensor.element_size()
-    for at in range(0, piece.length * size, STRAIGHT_CHUNK):
-        count = min(STRAIGHT_CHUNK, piece.length * size - at)
-        start = piece.target_start * size + at
-        offset = extent.offset + piece.source_start * size + at
-        yield Job(
-            extent.source.name, offset, count, (target,),
-            lambda start=start, end=start + count, offset=offset: (  # type: ignore[misc]
-                extent.source.read_into(memory_of(target.tensor)[start:end], offset)
-            ),
-        )  # fmt: skip
+    # The innermost loop is the run; a single element is a run without a loop.
+    *outer, (run, _, _) = placed.dims or ((1, 1, 1),)
+    for indices in itertools.product(*(range(count) for count, _, _ in outer)):
+        steps = [(at * dim[1], at * dim[2]) for at, dim in zip(indices, outer, strict=True)]
+        source = placed.source_start + sum(step for step, _ in steps)
+        start = placed.target_start + sum(step for _, step in steps)
+        for at in range(0, run * size, STRAIGHT_CHUNK):
+            count = min(STRAIGHT_CHUNK, run * size - at)
+            offset = extent.offset + source * size + at
+            work = functools.partial(_read_straight, extent, offset, target, start * size + at, count)
+            yield Job(extent.source.name, offset, count, (target,), work)
+
+
+def _read_straight(extent: Extent, offset: int, target: Target, start: int, count: int) -> None:
+    extent.source.read_into(memory_of(target.tensor)[start : start + count], offset)
 
 
 def _through_buffer(
-    info: TensorInfo, pieces: Sequence[Piece], extent: Extent, target: Target, space: Workspace
+    info: TensorInfo, parts: Sequence[Placement], extent: Extent, target: Target, space: Workspace
 ) -> Iterator[Job]:
     size = extent.stored_dtype.itemsize
-    for start, end, parts in _spans(pieces, BUFFER_BYTES // size, _MAX_GAP // size):
+    for start, end, inside in _spans(parts, BUFFER_BYTES // size, _MAX_GAP // size):
         offset = extent.offset + start * size
-        yield Job(
-            extent.source.name, offset, (end - start) * size, (target,),
-            lambda start=start, end=end, parts=parts, offset=offset: (  # type: ignore[misc]
-                _bounce(info, extent, (start, end), offset, parts, target, space)
-            ),
-        )  # fmt: skip
+        work = functools.partial(_bounce, info, extent, (start, end), offset, inside, target, space)
+        yield Job(extent.source.name, offset, (end - start) * size, (target,), work)
 
 
-def _spans(pieces: Sequence[Piece], limit: int, gap: int) -> Iterator[tuple[int, int, list[Piece]]]:
-    """Runs of a source, each small enough for the buffer, with the pieces in them; a long piece is cut."""
-    run: list[Piece] = []
+def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:
+    """Runs of a source, each small enough for the buffer, with what is to be copied out of them; long ones are cut."""
+    cut = [(*chunk.source_range, chunk) for placed in parts for chunk in _cut(placed, limit, gap)]
+    cut.sort(key=lambda entry: entry[0])
+    inside: list[Placement] = []
     start = end = 0
-    for piece in sorted(_cut(pieces, limit), key=lambda p: p.source_start):
-        last = piece.source_start + piece.length
-        if run and (last - start > limit or piece.source_start > end + gap):
-            yield start, end, run
-            run = []
-        if not run:
-            start, end = piece.source_start, last
-        run.append(piece)
-        end = max(end, last)
-    if run:
-        yield start, end, run
+    for low, high, chunk in cut:
+        if inside and (high - start > limit or low > end + gap):
+            yield start, end, inside
+            inside = []
+        if not inside:
+            start, end = low, high
+        inside.append(chunk)
+        end = max(end, high)
+    if inside:
+        yield start, end, inside
 
 
-def _cut(pieces: Iterable[Piece], limit: int) -> Iterator[Piece]:
-    for piece in pieces:
-        for at in range(0, piece.length, limit):
-            count = min(limit, piece.length - at)
-            yield Piece(piece.info, piece.source_start + at, piece.target_start + at, count)
+def _cut(placed: Placement, limit: int, gap: int) -> Iterator[Placement]:
+    """The same copy in pieces that each read no more than ``limit`` elements side by side, gaps included."""
+    loops = sorted(placed.dims, key=lambda dim: -abs(dim[1]))
+    if not loops:
+        yield placed
+        return
+    (count, step, written), inner = loops[0], loops[1:]
+    reach = 1 + sum((n - 1) * abs(source) for n, source, _ in inner)
+    rounds = 1
+    if step == 0:
+        rounds = count
+    elif reach <= limit and abs(step) - reach <= gap:
+        rounds = min(count, (limit - reach) // abs(step) + 1)
+    if rounds == count and reach <= limit:
+        yield placed
+        return
+    for at in range(0, count, rounds):
+        dims = [(min(rounds, count - at), step, written), *inner]
+        chunk = placement(placed.source, placed.source_start + at * step, placed.target_start + at * written, dims)
+        if rounds == 1:
+            yield from _cut(chunk, limit, gap)
+        else:
+            yield chunk
 
 
 def _bounce(
@@ -206,7 +246,7 @@ def _bounce(
     extent: Extent,
     span: tuple[int, int],
     offset: int,
-    pieces: Sequence[Piece],
+    parts: Sequence[Placement],
     target: Target,
     space: Workspace,
 ) -> None:
@@ -215,43 +255,33 @@ def _bounce(
     extent.source.read_into(memory_of(buffer), offset)
     # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
     with space.holding(buffer.numel() * info.dtype.itemsize if info.dtype != buffer.dtype else 0):
-        _spread(native_order(buffer, extent).to(info.dtype), start, pieces, target, space)
+        _spread(native_order(buffer, extent).to(info.dtype), start, parts, target, space)
 
 
-def _whole(info: TensorInfo, pieces: Sequence[Piece], target: Target, space: Workspace) -> None:
+def _whole(info: TensorInfo, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
     if info.is_raw:
         # Boxes are read one by one and put together.
         with space.holding(info.nbytes + max((e.length for e in info.extents), default=0)):
-            _spread(read_tensor(info).reshape(-1), 0, pieces, target, space)
+            _spread(read_tensor(info).reshape(-1), 0, parts, target, space)
     else:
         with space.holding(info.nbytes):
-            _spread(space.read(info).detach().reshape(-1), 0, pieces, target, space)
+            _spread(space.read(info).detach().reshape(-1), 0, parts, target, space)
 
 
-def _spread(values: torch.Tensor, start: int, pieces: Sequence[Piece], target: Target, space: Workspace) -> None:
-    """Copy pieces of a source, of which ``values`` has the elements from ``start`` on, to where they belong."""
+def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
+    """Copy parts of a source, of which ``values`` has the elements from ``start`` on, to where they belong."""
     flat = target.tensor.detach().view(-1)
-    size = pieces[0].length
-    regular = len(pieces) >= _MANY and all(
-        p.length == size and (p.source_start - start) % size == 0 and p.target_start % size == 0 for p in pieces
-    )
-    if regular:
-        sources = torch.tensor([(p.source_start - start) // size for p in pieces], device="cpu")
-        destinations = torch.tensor([p.target_start // size for p in pieces], device="cpu")
-        rows = _rows(values, size)[sources.to(values.device)]
-        cast = rows.to(device=flat.device, dtype=flat.dtype)
-        _rows(flat, size)[destinations.to(flat.device)] = cast
-        space.check_cast(rows, cast, target.name)
-        return
-    for piece in pieces:
-        at = piece.source_start - start
-        _store(
-            values[at : at + piece.length], flat[piece.target_start : piece.target_start + piece.length], target, space
-        )
+    for placed in parts:
+        _store(_strided(values, placed, 1, start), _strided(flat, placed, 2, 0), target, space)
 
 
-def _rows(flat: torch.Tensor, size: int) -> torch.Tensor:
-    return flat[: flat.numel() // size * size].view(-1, size)
+def _strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:
+    """One side of a copy as a view of a flat tensor, of which the first element has the address ``first``."""
+    low = placed.source_range[0] if side == 1 else placed.target_start
+    sizes, steps = [dim[0] for dim in placed.dims], [abs(dim[side]) for dim in placed.dims]
+    view = flat.as_strided(sizes, steps, flat.storage_offset() + low - first)
+    backwards = [at for at, dim in enumerate(placed.dims) if dim[side] < 0]
+    return view.flip(backwards) if backwards else view
 
 
 def _store(values: torch.Tensor, destination: torch.Tensor, target: Target, space: Workspace) -> None:
@@ -320,7 +350,3 @@ def _single_run(info: TensorInfo) -> Extent | None:
     if info.is_raw and len(info.extents) == 1 and info.extents[0].is_contiguous:
         return info.extents[0]
     return None
-
-
-def _stored_dtype(info: TensorInfo) -> torch.dtype:
-    return info.extents[0].stored_dtype if info.is_raw and info.extents else info.dtype
