@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,11 +13,8 @@ from hypothesis import strategies as st
 
 from weightloaders import Convert, plan_load
 from weightloaders.mapping import layouts
-from weightloaders.mapping.layouts import LAYOUTS, sizes_from_config
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from weightloaders.mapping.layouts import INVERSES, LAYOUTS, sizes_from_config
+from weightloaders.plan import ComputeStep
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 6, 2, 4, 3
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
@@ -83,7 +81,7 @@ def test_gate_and_up_lie_one_below_the_other_or_row_by_row(rest: tuple[int, ...]
 
 def test_gate_and_up_of_an_odd_number_of_rows_are_not_cut_somewhere() -> None:
     for split in (layouts.split_gate_up, layouts.split_gate_up_interleaved):
-        with pytest.raises(RuntimeError):
+        with pytest.raises(ValueError, match="5 rows are not gate and up"):
             split(counted(5, 2))
 
 
@@ -170,68 +168,141 @@ def test_weight_norm_gives_the_weight_that_torch_computes(shape: tuple[int, ...]
 
 # ------------------------------------------------------------------ all of them
 
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "fuse_qkv": lambda t: layouts.fuse_qkv(t(24, 3), t(8, 3), t(8, 3)),
-    "split_qkv": lambda t: layouts.split_qkv(t(40, 3), **SIZES),
-    "fuse_qkv_interleaved": lambda t: layouts.fuse_qkv_interleaved(t(24, 3), t(8, 3), t(8, 3), **SIZES),
-    "split_qkv_interleaved": lambda t: layouts.split_qkv_interleaved(t(40, 3), **SIZES),
-    "fuse_gate_up": lambda t: layouts.fuse_gate_up(t(5, 3), t(5, 3)),
-    "split_gate_up": lambda t: layouts.split_gate_up(t(10, 3)),
-    "fuse_gate_up_interleaved": lambda t: layouts.fuse_gate_up_interleaved(t(5, 3), t(5, 3)),
-    "split_gate_up_interleaved": lambda t: layouts.split_gate_up_interleaved(t(10, 3)),
-    "stack_experts": lambda t: layouts.stack_experts([t(4, 3) for _ in range(3)], [t(4, 3) for _ in range(3)]),
-    "unstack_experts": lambda t: layouts.unstack_experts(t(3, 4, 3)),
-    "transpose": lambda t: layouts.transpose(t(5, 3)),
-    "reshape": lambda t: layouts.reshape(t(5, 4), shape=[2, 10]),
-    "rotary_meta_to_hf": lambda t: layouts.rotary_meta_to_hf(t(24, 3), heads=HEADS, head_dim=HEAD_DIM),
-    "rotary_hf_to_meta": lambda t: layouts.rotary_hf_to_meta(t(24, 3), heads=HEADS, head_dim=HEAD_DIM),
-}
+
+class Case(NamedTuple):
+    """A layout with sources for it: tensors, or lists of tensors."""
+
+    name: str
+    sources: list[Any]
+    sizes: dict[str, Any]
+    undone: bool = True
+
+
+def _id(case: Case) -> str:
+    shapes = [list(source.shape) if isinstance(source, torch.Tensor) else len(source) for source in case.sources]
+    return f"{case.name}-{shapes}-{case.sizes}"
+
+
+def several(count: int, *shape: int) -> list[torch.Tensor]:
+    size = torch.Size(shape).numel()
+    return [counted(*shape, start=1 + i * size) for i in range(count)]
+
+
+CASES = [
+    Case("fuse_qkv", list(projections((3,))), {}),
+    Case("fuse_qkv", list(projections(())), {}),
+    Case("fuse_qkv", [t.t().contiguous() for t in projections((3,))], {"dim": -1}),
+    Case("fuse_qkv", list(projections((3,))), {"transposed": True}),
+    Case("fuse_qkv", several(3), {}),
+    Case("split_qkv", several(1, 40, 3), SIZES),
+    Case("split_qkv", several(1, 3, 40), {**SIZES, "dim": 1}),
+    Case("split_qkv", several(1, 3, 40), {**SIZES, "transposed": True}),
+    Case("split_qkv", several(1, 20, 3), SIZES),
+    Case("split_qkv", several(1), SIZES, undone=False),
+    Case("fuse_qkv_interleaved", list(projections((3,))), SIZES),
+    Case("fuse_qkv_interleaved", several(3), SIZES),
+    Case("split_qkv_interleaved", several(1, 40, 3), SIZES),
+    Case("split_qkv_interleaved", several(1, 1), SIZES, undone=False),
+    Case("fuse_gate_up", several(2, 5, 3), {}),
+    Case("fuse_gate_up", several(2, 4, 5, 3), {"dim": 1}),
+    Case("fuse_gate_up", several(2, 5, 3), {"transposed": True}),
+    Case("split_gate_up", several(1, 10, 3), {}),
+    Case("split_gate_up", several(1, 4, 3, 10), {"dim": -1}),
+    Case("split_gate_up", several(1), {}, undone=False),
+    Case("fuse_gate_up_interleaved", several(2, 5, 3), {}),
+    Case("fuse_gate_up_interleaved", several(2, 4, 3, 5), {"dim": -1}),
+    Case("split_gate_up_interleaved", several(1, 10, 3), {}),
+    Case("split_gate_up_interleaved", several(1, 4, 3, 10), {"dim": 2}),
+    Case("split_gate_up_interleaved", several(1), {}, undone=False),
+    Case("stack_experts", [several(4, 5, 3)], {}),
+    Case("stack_experts", [several(4, 5, 3), several(4, 5, 3)], {}),
+    Case("stack_experts", [several(4, 5, 3), several(4, 5, 3)], {"transposed": True}),
+    Case("stack_experts", [several(4, 5, 3), several(4, 5, 3)], {"transposed": True, "interleaved": True}),
+    Case("stack_experts", [several(4), several(4)], {}),
+    Case("unstack_experts", several(1, 4, 5, 3), {}),
+    Case("unstack_experts", several(1, 4, 3, 5), {"transposed": True}),
+    Case("unstack_experts", several(1, 4, 10, 3), {"parts": 2}),
+    Case("unstack_experts", several(1, 4, 3, 10), {"parts": 2, "transposed": True, "interleaved": True}),
+    Case("unstack_experts", several(1, 4, 2), {"parts": 2}),
+    Case("unstack_experts", several(1, 4), {"parts": 2}, undone=False),
+    Case("transpose", several(1, 5, 3), {}),
+    Case("transpose", several(1, 5), {}),
+    Case("reshape", several(1, 5, 4), {"shape": [2, 10]}, undone=False),
+    Case("rotary_meta_to_hf", several(1, 24, 3), {"head_dim": HEAD_DIM}),
+    Case("rotary_hf_to_meta", several(1, 24), {"head_dim": HEAD_DIM, "heads": HEADS}),
+    Case("unpad_rows", several(1, 16, 3), {"rows": 10, "multiple": 8}, undone=False),
+    Case("pad_rows", several(1, 3, 2), {"multiple": 8}, undone=False),
+    Case("repeat", several(1), {"times": 3}, undone=False),
+    Case("duplicate", several(1, 5, 3), {}, undone=False),
+    Case("duplicate", several(1), {"times": 3}, undone=False),
+]
+COMPUTED = {"reinterpret", "weight_norm", "split_weight_norm"}
 
 
 def test_every_layout_is_tried_here() -> None:
-    assert {*_FUNCTIONS, "pad_rows", "weight_norm"} == set(LAYOUTS)
+    assert {case.name for case in CASES} | COMPUTED == set(LAYOUTS)
 
 
-@pytest.mark.parametrize("function", _FUNCTIONS.values(), ids=_FUNCTIONS)
-def test_what_only_moves_elements_is_traced_to_where_they_go(function: Callable[[Any], Any]) -> None:
-    firsts: list[int] = [0]
-
-    def number(*shape: int) -> torch.Tensor:
-        firsts.append(firsts[-1] + torch.Size(shape).numel())
-        return counted(*shape, start=firsts[-2])
-
-    def symbol(*shape: int) -> SymbolicTensor:
-        symbols.append(SymbolicTensor.of(len(symbols), shape, torch.float32))
-        return symbols[-1]
-
-    symbols: list[SymbolicTensor] = []
-    expected, traced = function(number), function(symbol)
-    for result, trace in zip(
-        expected if isinstance(expected, tuple) else [expected],
-        traced if isinstance(traced, tuple) else [traced],
-        strict=True,
-    ):
-        assert torch.equal(_element_numbers(trace, firsts).float(), result)
+def flat(returned: Any) -> list[torch.Tensor]:
+    return [returned] if isinstance(returned, torch.Tensor) else [t for part in returned for t in flat(part)]
 
 
-def _element_numbers(trace: SymbolicTensor, firsts: list[int]) -> torch.Tensor:
-    """The numbers of the elements that a symbol says it consists of; a constant is its own value."""
-    numbers = torch.full((trace.numel(),), -99)
-    for placed in trace.placements():
-        sizes = [count for count, _, _ in placed.dims]
-        target = numbers.as_strided(sizes, [step for _, _, step in placed.dims], placed.target_start)
-        if isinstance(placed.source, int):
-            elements = torch.arange(firsts[placed.source], firsts[placed.source + 1])
-            target.copy_(elements.as_strided(sizes, [step for _, step, _ in placed.dims], placed.source_start))
-        elif placed.source is not None:
-            target.fill_(int(placed.source.value))
-    return numbers.reshape(trace.shape)
+@pytest.mark.parametrize("case", CASES, ids=_id)
+def test_what_only_moves_elements_is_read_to_where_they_go(case: Case) -> None:
+    returned = LAYOUTS[case.name](*case.sources, **case.sizes)
+    spreads = case.name == "unstack_experts"
+    parts = returned if isinstance(returned, tuple) and not (spreads and case.sizes.get("parts") != 2) else [returned]
+    targets = [f"t{at}.{{e}}" if spreads else f"t{at}" for at in range(len(parts))]
+    expected = {
+        target.replace("{e}", str(e)): tensor
+        for target, part in zip(targets, parts, strict=True)
+        for e, tensor in enumerate(flat(part))
+    }
+    stored: dict[str, torch.Tensor] = {}
+    sources = []
+    for at, source in enumerate(case.sources):
+        sources.append(f"s{at}.{{x}}" if isinstance(source, list) else f"s{at}")
+        stored |= {sources[-1].replace("{x}", str(e)): tensor for e, tensor in enumerate(flat(source))}
+    model = torch.nn.Module()
+    for name, tensor in expected.items():
+        path, _, leaf = name.rpartition(".")
+        module = model if not path else model._modules.setdefault(path, torch.nn.Module())
+        assert module is not None
+        module.register_parameter(leaf, torch.nn.Parameter(torch.full(tensor.shape, -1.0)))
+    found = plan_load(model, stored, rules=[Convert(sources, targets, case.name, **case.sizes)])
+    assert found.ok, str(found)
+    assert not any(isinstance(step, ComputeStep) for step in found.steps)
+    found.run(model)
+    for name, tensor in expected.items():
+        assert torch.equal(model.get_parameter(name).data, tensor), name
 
 
-def test_what_computes_is_not_traced() -> None:
-    symbol = SymbolicTensor.of(0, (4, 3), torch.float32)
-    with pytest.raises(Untraceable):
-        layouts.weight_norm(symbol, symbol)
+@pytest.mark.parametrize("case", [c for c in CASES if c.undone], ids=_id)
+def test_the_inverse_of_a_layout_undoes_it(case: Case) -> None:
+    inverse = LAYOUTS[INVERSES[case.name]]
+    returned = LAYOUTS[case.name](*case.sources, **case.sizes)
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    if case.name == "unstack_experts" and case.sizes.get("parts") != 2:
+        parts = [parts]
+    known = {**SIZES, "parts": len(case.sources), **case.sizes}
+    accepted = [p.name for p in inspect.signature(inverse).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    wanted = {key: known[key] for key in accepted if key in known and key != "multiple"}
+    before, after = flat(case.sources), flat(inverse(*parts, **wanted))
+    # One number may come back as a vector of one, which is the same to a plan.
+    assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip(after, before, strict=True))
+
+
+def test_inverses_are_each_others_and_all_are_layouts() -> None:
+    assert set(INVERSES) <= set(LAYOUTS)
+    assert all(INVERSES[inverse] == name for name, inverse in INVERSES.items())
+    assert set(LAYOUTS) - set(INVERSES) == {"reshape", "repeat", "duplicate", "reinterpret"}
+
+
+def test_what_was_padded_is_cut_again() -> None:
+    weight = counted(10, 3, start=1)
+    padded = layouts.pad_rows(weight, multiple=8)
+    assert padded.shape == (16, 3)
+    assert torch.equal(layouts.unpad_rows(padded, rows=10, multiple=8), weight)
 
 
 @settings(deadline=None)

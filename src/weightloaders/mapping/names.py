@@ -6,6 +6,7 @@ tensor, drop it, make it a member of a *group* (tensors that become other tensor
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,21 +95,27 @@ def claim_name(name: str, mappers: Sequence[Mapper], own: Container[str]) -> Cla
         claim = mapper.claim(current.target)
         if claim is None:
             continue
-        current = replace(claim, rules=current.rules + claim.rules, remark=current.remark or claim.remark)
+        # Mostly there is nothing to carry over, and a copy is dear for one of a hundred thousand names.
+        if current.rules or current.remark:
+            claim = replace(claim, rules=current.rules + claim.rules, remark=current.remark or claim.remark)
+        current = claim
         if current.is_final:
             break
     return current
 
 
-def natural_order(name: str) -> list[tuple[int, Any, int]]:
+def natural_order(name: str) -> list[tuple[int, str, int]]:
     """A sort key in which ``layers.2`` comes before ``layers.10``, and ``shard_2`` before ``shard_10``."""
-    key: list[tuple[int, Any, int]] = []
-    for segment in name.split("."):
-        text = segment.rstrip("0123456789")
-        # Python refuses to read thousands of digits; what lies behind the first few decides nothing here.
-        number = int(segment[len(text) :][:_DIGITS] or -1)
-        key.append((1, text, number) if text else (0, "", number))
-    return key
+    return [_segment_order(segment) for segment in name.split(".")]
+
+
+# Names are many, their segments few.
+@functools.lru_cache(maxsize=4096)
+def _segment_order(segment: str) -> tuple[int, str, int]:
+    text = segment.rstrip("0123456789")
+    # Python refuses to read thousands of digits; what lies behind the first few decides nothing here.
+    number = int(segment[len(text) :][:_DIGITS] or -1)
+    return (1, text, number) if text else (0, "", number)
 
 
 def as_index(text: str) -> int | None:

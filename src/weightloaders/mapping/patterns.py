@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import RuleError
@@ -106,6 +107,11 @@ class Pattern:
         return first + "".join(f"(?>{chunk})" for chunk in middle)
 
     @functools.cached_property
+    def literals(self) -> frozenset[str]:
+        """The segments that a name must have as they stand."""
+        return frozenset(s for s in self.segments if "*" not in s and "{" not in s)
+
+    @functools.cached_property
     def whole(self) -> re.Pattern[str]:
         """Matches a whole name (with its final dot)."""
         *chunks, last = self._chunks
@@ -149,3 +155,32 @@ class Pattern:
             else:
                 written = _CAPTURE.sub(lambda match: values.get(match[1], match[0]), segment)
                 yield hidden(written) if hide else written
+
+
+class PatternIndex:
+    """Tells which of many patterns may match a name, so that not every one has to be tried on every name.
+
+    Each pattern is kept under one segment that a name must have for it to match: the one that fewest of the others
+    need. What needs no segment as it stands, a regular expression for one, may always match.
+
+    Args:
+        patterns: The patterns; None for what isn't one.
+    """
+
+    def __init__(self, patterns: Sequence[Pattern | None]) -> None:
+        self._anywhere: list[int] = []
+        self._by_segment: dict[str, list[int]] = defaultdict(list)
+        literals = [sorted(pattern.literals) if pattern else [] for pattern in patterns]
+        needed = Counter(segment for segments in literals for segment in segments)
+        for at, segments in enumerate(literals):
+            kept = self._by_segment[min(segments, key=needed.__getitem__)] if segments else self._anywhere
+            kept.append(at)
+
+    def candidates(self, name: str) -> list[int]:
+        """The positions of those that may match, in order."""
+        found = list(self._anywhere)
+        if self._by_segment:
+            for segment in dict.fromkeys(name.split(".")):
+                found += self._by_segment.get(segment, ())
+            found.sort()
+        return found

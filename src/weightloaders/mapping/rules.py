@@ -9,21 +9,25 @@ Rules go over the source's names once. A segment that a rule produced is not mat
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from weightloaders.errors import RuleError
-from weightloaders.mapping.layouts import LAYOUTS, sizes_from_config
-from weightloaders.mapping.names import Claim, Group, as_index
-from weightloaders.mapping.patterns import Pattern, hidden, shown
+from weightloaders.mapping.conversion import WEIGHTS, Convert
+from weightloaders.mapping.names import Claim
+from weightloaders.mapping.patterns import Pattern, PatternIndex, hidden, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+    from weightloaders.mapping.names import Group
+
+__all__ = ["Convert", "Drop", "Rename", "Rule", "RuleMapper"]
+
+# What goes with a weight lies beside it (`weight_scale`) or below it (`weight.quant_state.bitsandbytes__nf4`).
+_COMPANION_SEGMENTS = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,11 @@ class Rename:
     def __str__(self) -> str:
         old = self.old.pattern if isinstance(self.old, re.Pattern) else self.old
         return f"rename {old!r} -> {self.new!r}"
+
+    @property
+    def takes_weights_only(self) -> bool:
+        """Whether it is written for a module's weight, so that what goes with it keeps its old name."""
+        return self._patterns is not None and self._patterns[0].segments[-1:] in WEIGHTS
 
     def apply(self, name: str) -> str | None:
         """The new name, with the segments that this rule wrote hidden; None where the rule doesn't match."""
@@ -135,197 +144,7 @@ class Drop:
         return self._regex.search(name if isinstance(self.pattern, re.Pattern) else name + ".") is not None
 
 
-class Convert:
-    """Source tensors become target tensors by a function of torch code.
-
-    The function gets one tensor a source pattern, and returns a tensor or a tuple, one a target. A source with a
-    capture that no target has gives a list, in index order, the indices proved to be 0 to E-1. A target with a capture
-    that no source has takes one result an index.
-
-    Args:
-        sources: A pattern or several. Each matches whole names.
-        targets: A pattern or several.
-        function: Torch code, the name of a ready-made layout, or ``"package.module:function"``. It must not change what
-            it is given.
-        sizes: Keyword arguments of the function; a ready-made layout's that are left out come from the model's config.
-
-    Raises:
-        RuleError: If a pattern is malformed, the wildcards don't fit each other, or the function is unknown.
-    """
-
-    def __init__(
-        self,
-        sources: str | Sequence[str],
-        targets: str | Sequence[str],
-        function: str | Callable[..., Any],
-        **sizes: Any,
-    ) -> None:
-        self.sources = _patterns(sources, "source")
-        self.targets = _patterns(targets, "target")
-        self.function = _function(function)
-        self.function_name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
-        self.sizes = sizes
-        in_all = set.intersection(*(set(p.names) for p in self.sources))
-        in_some = set[str]().union(*(set(p.names) for p in self.sources))
-        in_targets = set[str]().union(*(set(p.names) for p in self.targets))
-        # What all sources and the targets know tells one group from the next; the rest is an index into a list.
-        self._shared = tuple(sorted(in_all & in_targets))
-        self._spread = tuple(sorted(in_targets - in_some))
-        self._index_names = tuple(next(iter(set(p.names) - in_targets), None) for p in self.sources)
-        self._lists = tuple(name is not None for name in self._index_names)
-        self._check_wildcards(in_targets & in_some - in_all, in_targets)
-        self._check_call()
-
-    def _check_wildcards(self, unsure: set[str], in_targets: set[str]) -> None:
-        if unsure:
-            raise RuleError(f"{self}: {_named(unsure)} is in a target, so every source must have it")
-        for pattern in self.sources:
-            indices = set(pattern.names) - in_targets
-            if len(indices) > 1:
-                raise RuleError(
-                    f"{self}: the source {pattern.text!r} has several wildcards that no target has: {_named(indices)}",
-                    hint="one of them can be an index; the others must also be in a target",
-                )
-        for pattern in self.targets:
-            lacking = set(self._shared) - set(pattern.names)
-            if lacking:
-                raise RuleError(
-                    f"{self}: the target {pattern.text!r} has no {_named(lacking)}, so several groups would fill it"
-                )
-        if len(self._spread) > 1 or (self._spread and len(self.targets) > 1):
-            raise RuleError(f"{self}: only a single target may spread over an index, and over just one")
-        if self._spread and "**" in self.targets[0].filled(dict.fromkeys(self._shared, "x")).split("."):
-            raise RuleError(f"{self}: '**' can't stand for an index", hint="use '*' or a capture")
-
-    def _check_call(self) -> None:
-        """Whether the function takes that many tensors and these sizes, where it can be told."""
-        try:
-            signature = inspect.signature(self.function)
-        except (TypeError, ValueError):
-            return
-        is_layout = self._is_layout
-        known = {p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        # A layout's sizes may come from the config, later.
-        sizes = {**dict.fromkeys(known if is_layout else ()), **self.sizes}
-        try:
-            signature.bind(*self.sources, **sizes)
-        except TypeError as error:
-            raise RuleError(
-                f"{self}: the function can't be called with {len(self.sources)} tensors"
-                + (f" and {', '.join(self.sizes)}" if self.sizes else "")
-                + f": {error}",
-                hint=f"it is {self.function_name}{signature}",
-            ) from error
-        if is_layout:
-            for name, value in self.sizes.items():
-                numbers = value if isinstance(value, list | tuple) else [value]
-                if not all(isinstance(n, int) and not isinstance(n, bool) for n in numbers):
-                    raise RuleError(f"{self}: {name}={value!r} is no whole number")
-
-    @property
-    def _is_layout(self) -> bool:
-        return LAYOUTS.get(self.function_name) is self.function
-
-    def __str__(self) -> str:
-        sources, targets = (", ".join(p.text for p in patterns) for patterns in (self.sources, self.targets))
-        return f"{self.function_name}({sources}) -> {targets}"
-
-    __repr__ = __str__
-
-    def claim(self, name: str, config: Any) -> Claim | None:
-        """The tensor's place in a group; None where no source pattern matches."""
-        for slot, pattern in enumerate(self.sources):
-            match = pattern.whole.match(name + ".")
-            if match is None:
-                continue
-            values = pattern.values(match)
-            index_name = self._index_names[slot]
-            index = None if index_name is None else as_index(values[index_name])
-            if index_name is None or index is not None:
-                group = self._group({key: values[key] for key in self._shared}, config)
-                return Claim(group=group, slot=slot, index=index, rules=(str(self),))
-        return None
-
-    def _group(self, shared: dict[str, str], config: Any) -> Group:
-        targets = tuple(p.filled(shared) for p in self.targets)
-        return Group(
-            key=(id(self), tuple(shared.items())),
-            slots=tuple(p.filled(shared) for p in self.sources),
-            lists=self._lists,
-            # One that spreads over an index has at least the first.
-            targets=tuple(_numbered(t, 0) for t in targets) if self._spread else targets,
-            function=functools.partial(self._call, targets=targets, config=config),
-            rule=str(self),
-        )
-
-    def _call(self, tensors: Sequence[Any], *, targets: tuple[str, ...], config: Any) -> dict[str, torch.Tensor]:
-        returned = self.function(*tensors, **self._sizes(config))
-        results = list(returned) if isinstance(returned, list | tuple) else [returned]
-        if not all(isinstance(result, torch.Tensor) for result in results):
-            raise RuleError(f"{self} returned {type(returned).__name__}, not a tensor or a tuple of tensors")
-        if self._spread:
-            targets = tuple(_numbered(targets[0], at) for at in range(len(results)))
-        if len(results) != len(targets):
-            raise RuleError(f"{self} returned {len(results)} tensors for {len(targets)} targets")
-        return dict(zip(targets, results, strict=True))
-
-    def _sizes(self, config: Any) -> dict[str, Any]:
-        if not self._is_layout:
-            return self.sizes
-        parameters = inspect.signature(self.function).parameters.values()
-        wanted = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        sizes = {**sizes_from_config(config, wanted), **self.sizes}
-        lacking = [name for name in wanted if name not in sizes]
-        if lacking:
-            python, yaml = (", ".join(f"{name}{sign}..." for name in lacking) for sign in ("=", ": "))
-            raise RuleError(
-                f"{self} needs {', '.join(lacking)}, which the model's config doesn't tell",
-                hint=f"give them in the rule: Convert(..., {self.function_name!r}, {python}), or in YAML "
-                f"{{..., function: {self.function_name}, {yaml}}}",
-            )
-        return sizes
-
-
 Rule = Rename | Drop | Convert
-
-
-def _numbered(text: str, index: int) -> str:
-    """A pattern with one wildcard left, for one index."""
-    pattern = Pattern(text)
-    return pattern.filled(dict.fromkeys(pattern.names, str(index)))
-
-
-def _patterns(texts: str | Sequence[str], what: str) -> tuple[Pattern, ...]:
-    if not isinstance(texts, str | Sequence):
-        raise RuleError(f"the {what}s of a conversion are a pattern or several, not {texts!r}")
-    patterns = tuple(Pattern(text) for text in ([texts] if isinstance(texts, str) else texts))
-    if not patterns or not all(pattern.text for pattern in patterns):
-        raise RuleError(f"Convert needs at least one {what}, and none may be empty")
-    return patterns
-
-
-def _named(wildcards: set[str]) -> str:
-    return ", ".join(f"wildcard number {n}" if n.isdecimal() else f"{{{n}}}" for n in sorted(wildcards))
-
-
-def _function(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    if callable(function):
-        return function
-    if function in LAYOUTS:
-        return LAYOUTS[function]
-    module, colon, attribute = str(function).partition(":")
-    if not (module and colon and attribute):
-        raise RuleError(
-            f"there is no ready-made layout {function!r}; there are {', '.join(sorted(LAYOUTS))}",
-            hint="name one of these, or give your own function as 'package.module:function'",
-        )
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise RuleError(f"the function {function!r} of a rule can't be imported: {error}") from error
-    if not callable(found):
-        raise RuleError(f"{function!r} is no function, but a {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
 
 
 class RuleMapper:
@@ -355,51 +174,113 @@ class RuleMapper:
         self._suffix = f" ({origin})" if origin else ""
         self._drops = [r for r in rules if isinstance(r, Drop)]
         self._renames = [r for r in rules if isinstance(r, Rename)]
-        self._converts = [r for r in rules if isinstance(r, Convert)]
+        converts = [r for r in rules if isinstance(r, Convert)]
+        self._sources = [(convert, slot) for convert in converts for slot in range(len(convert.sources))]
+        self._drop_index = PatternIndex([_pattern(drop.pattern) for drop in self._drops])
+        self._rename_index = PatternIndex([_pattern(rename.old) for rename in self._renames])
+        self._source_index = PatternIndex([convert.sources[slot] for convert, slot in self._sources])
+        self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
         self._unused: dict[int, Rule] = {id(rule): rule for rule in rules}
+        # Module -> the rule that takes its weight and nothing else of it.
+        self._without_companions: dict[str, Rule] = {}
 
     def unused(self) -> list[str]:
         """The rules that matched nothing, once all names have been claimed."""
         return [f"{rule}{self._suffix}" for rule in self._unused.values()]
 
+    def left_behind(self, names: Iterable[str]) -> list[tuple[str, list[str], str | None]]:
+        """What belongs to weights that a rule takes, but not by that rule: biases, scales, zero points.
+
+        Args:
+            names: Those of which nothing became.
+
+        Returns:
+            For each rule that leaves some behind its text, their names, and the rule that would take them along, as
+            Python, where it can be told.
+        """
+        found: dict[int, tuple[Rule, list[str]]] = {}
+        for name in names if self._without_companions else ():
+            module = name
+            for _ in range(_COMPANION_SEGMENTS):
+                module = module.rpartition(".")[0]
+                rule = self._without_companions.get(module)
+                if rule is not None:
+                    found.setdefault(id(rule), (rule, []))[1].append(name)
+                    break
+        return [(f"{rule}{self._suffix}", taken, _with_companions(rule, taken)) for rule, taken in found.values()]
+
     def claim(self, name: str) -> Claim | None:
         """See `Mapper.claim`."""
-        for drop in self._drops:
+        for at in self._drop_index.candidates(name):
+            drop = self._drops[at]
             if drop.matches(name):
                 self._unused.pop(id(drop), None)
                 return Claim(rules=(f"{drop}{self._suffix}",), dropped=True)
         renamed, applied = self._renamed(name)
-        remark = ""
         # A conversion may be written for the source's own names or for the renamed ones.
-        for candidate in dict.fromkeys((name, renamed)):
-            for convert in self._converts:
-                claim = convert.claim(candidate, self._config)
-                if claim is None or claim.group is None:
-                    continue
-                self._unused.pop(id(convert), None)
-                if self._does_harm(candidate, claim.group.targets):
-                    remark = _spared(str(convert))
-                    continue
-                before = applied if candidate == renamed else []
-                return replace(claim, rules=(*before, f"{convert}{self._suffix}"))
+        claim = self._converted(name, [])
+        if (claim is None or claim.group is None) and renamed != name:
+            claim = self._converted(renamed, applied) or claim
+        if claim is not None and claim.group is not None:
+            return claim
         if self._does_harm(name, (renamed,)):
             return Claim(name, remark=_spared("; ".join(applied)))
+        remark = "" if claim is None else claim.remark
         return Claim(renamed, tuple(applied), remark=remark) if renamed != name or remark else None
 
     def _renamed(self, name: str) -> tuple[str, list[str]]:
         current, applied = name, []
-        for rename in self._renames:
+        pending = self._rename_index.candidates(name)
+        while pending:
+            at = pending.pop(0)
+            rename = self._renames[at]
             renamed = rename.apply(current)
-            if renamed is not None:
-                self._unused.pop(id(rename), None)
-                applied.append(f"{rename}{self._suffix}")
-                current = renamed
+            if renamed is None:
+                continue
+            self._unused.pop(id(rename), None)
+            applied.append(f"{rename}{self._suffix}")
+            if rename.takes_weights_only:
+                self._without_companions[name.rpartition(".")[0]] = rename
+            current = renamed
+            pending = [later for later in self._rename_index.candidates(current) if later > at]
         return shown(current), applied
+
+    def _converted(self, name: str, applied: Sequence[str]) -> Claim | None:
+        """The claim of a conversion; one without a group where a conversion would have done harm."""
+        spared = None
+        for at in self._source_index.candidates(name):
+            convert, slot = self._sources[at]
+            match = convert.match(slot, name)
+            if match is None:
+                continue
+            self._unused.pop(id(convert), None)
+            key = id(convert), match.shared
+            group = self._groups.get(key)
+            if group is None:
+                group = self._groups[key] = convert.group(match.shared, self._config, self._suffix)
+            if self._does_harm(name, group.targets):
+                spared = Claim(remark=_spared(str(convert)))
+                continue
+            if match.module is not None:
+                self._without_companions[match.module] = convert
+            return Claim(group=group, slot=slot, index=match.position, rules=(*applied, group.rule))
+        return spared
 
     def _does_harm(self, name: str, targets: Sequence[str]) -> bool:
         """Whether a rule leads from a name that the model has to none that it has."""
         return name in self._own and not any(target in self._own for target in targets)
 
 
+def _pattern(pattern: str | re.Pattern[str]) -> Pattern | None:
+    return Pattern(pattern) if isinstance(pattern, str) else None
+
+
 def _spared(rules: str) -> str:
     return f"{rules}: not applied to names that the model has as they are, and would not have afterwards"
+
+
+def _with_companions(rule: Rule, names: Sequence[str]) -> str | None:
+    if isinstance(rule, Rename):
+        old, new = str(rule.old).rpartition("."), rule.new.rpartition(".")
+        return f"Rename({old[0]!r}, {new[0]!r})" if old[2] == new[2] else None
+    return rule.with_companions(names) if isinstance(rule, Convert) else None
