@@ -330,5 +330,9 @@ def _add_generation_config(model: Any, folder: Path | None) -> None:
 
 
 def stored_dtype_of(weights: Weights) -> torch.dtype | None:
-    """The dtype of the first floating-point tensor of a catalogue; 8-bit codes don't count."""
-    return next((info.dtype for info in weights.infos() if not is_codes(info.dtype)), None)
+    """The dtype of the first floating-point tensor of a catalogue by name; 8-bit codes don't count.
+
+    A safetensors file begins with the widest dtype, which in a quantised checkpoint is that of the scales.
+    """
+    plain = (info for info in weights.infos() if not is_codes(info.dtype))
+    return min(((info.name, info.dtype) for info in plain), key=lambda found: found[0], default=("", None))[1]
