@@ -198,6 +198,24 @@ def test_each_built_in_format_finds_its_loader(registry, sources, source, loader
         assert torch.equal(weights["w"], torch.arange(4.0))
 
 
+@pytest.mark.parametrize("beside", ["config.json", "pytorch_model.bin.index.json"])
+def test_a_bin_of_another_format_beside_a_config_goes_to_whoever_knows_it(registry, tmp_path, beside):
+    (tmp_path / beside).write_text("{}", encoding="utf-8")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"INHOUSE\0" + bytes(100))
+    with pytest.raises(CheckpointFormatError):
+        registry.resolve("auto", source=str(tmp_path)).get_weights(str(tmp_path))
+    registry.register("inhouse", loader_saying(YES, "InHouse"))
+    assert type(registry.resolve("auto", source=str(tmp_path))).__name__ == "InHouse"
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    assert type(registry.resolve("auto", source=str(tmp_path))).__name__ == "HuggingFaceLoader"
+
+
+def test_a_bin_that_nobody_else_knows_is_explained(registry, tmp_path):
+    (tmp_path / "model-00001.bin").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    with pytest.raises(CheckpointFormatError, match="Git LFS pointer"):
+        registry.resolve("auto", source=str(tmp_path)).get_weights(str(tmp_path))
+
+
 def test_created_by_name_it_works_as_well(registry, sources):
     with registry.create("auto").get_weights(str(sources / "binary")) as weights:
         assert list(weights) == ["w"]

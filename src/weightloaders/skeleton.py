@@ -22,6 +22,7 @@ from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.mapping.dtypes import is_codes
 from weightloaders.mapping.quantised import Quantisation, quantisation_for, refusal
 from weightloaders.mapping.transformers import tied_names
+from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -151,7 +152,8 @@ def _files_or_explain(source: str, hub_options: Mapping[str, Any] | None) -> Pat
     try:
         return model_files(source, hub_options, needed="config.json")
     except SourceNotFoundError as error:
-        raise ModelError(f"there is no config in {source}: {error.message}", file=source, hint=_NO_CONFIG) from error
+        where = shown(source)
+        raise ModelError(f"there is no config in {where}: {error.message}", file=where, hint=_NO_CONFIG) from error
 
 
 def _config(

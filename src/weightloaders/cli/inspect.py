@@ -22,6 +22,7 @@ from weightloaders.cli.common import (
     settings,
 )
 from weightloaders.weights.file_names import natural
+from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -117,7 +118,7 @@ def _by_file(infos: Iterable[TensorInfo]) -> dict[str, list[TensorInfo]]:
 
 def _as_data(source: str, weights: Weights, infos: list[TensorInfo], depth: int) -> dict[str, Any]:
     return {
-        "source": source,
+        "source": shown(source),
         "totals": _totals(infos),
         "tensors": [
             {

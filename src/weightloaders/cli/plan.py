@@ -32,6 +32,7 @@ from weightloaders.cli.common import (
 from weightloaders.cli.hints import for_command_line
 from weightloaders.errors import ModelError
 from weightloaders.weights.file_names import natural
+from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,8 +82,8 @@ def plan_source(
     decided = policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch)
     if model is None and names_a_file(source):
         raise ModelError(
-            f"{source} is a file, which says nothing of the model that it is for",
-            file=source,
+            f"{shown(source)} is a file, which says nothing of the model that it is for",
+            file=shown(source),
             hint="name the folder or hub id with the model's config: --model DIR",
         )
     with headers_only():

@@ -12,6 +12,7 @@ from weightloaders.discovery import KNOWN_PACKAGES
 from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceNotFoundError, summary
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
+from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -120,6 +121,9 @@ def _nobody(path: str, reasons: Mapping[str, str]) -> SourceNotFoundError | Chec
     packages = [KNOWN_PACKAGES[kind] for kind in sorted(kinds) if kind in KNOWN_PACKAGES]
     hint = f"pip install {packages[0]}" if packages else "name the loader that reads it, if there is one"
     details = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    if is_web_address(path):
+        path = shown(path)
+        return SourceNotFoundError(f"no loader recognises the address {path}:{details}", file=path, hint=hint)
     if is_file:
         return CheckpointFormatError(f"no loader recognises {path}:{details}", file=path, hint=hint)
     what = "no loader recognises what is in it" if exists else "there is no such file or folder"

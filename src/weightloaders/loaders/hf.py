@@ -11,6 +11,7 @@ from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate, looks_like_repository
+from weightloaders.loaders.torch import not_of_torch
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.files import Selection, choose_files, holds_weights, select_files
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
@@ -129,7 +130,8 @@ class HuggingFaceLoader(BaseWeightLoader):
         if kind is None:
             return Probe.no("a single file")
         if kind == A_FOLDER and holds_weights(place, Wanted()):
-            return Probe.yes("a folder with weights in Hugging Face's layout")
+            stranger = not_of_torch(place, Wanted())
+            return Probe.maybe(stranger) if stranger else Probe.yes("a folder with weights in Hugging Face's layout")
         if looks_like_repository(path):
             return Probe.maybe("it may be a repository on the hub")
         return Probe.no("a folder without safetensors or .bin files" if kind == A_FOLDER else f"it {kind}")

@@ -72,7 +72,7 @@ class HttpLoader(BaseWeightLoader):
 
         if not is_web_address(model_name_or_path):
             raise SourceNotFoundError(
-                f"{model_name_or_path} is no http or https address",
+                f"{model_name_or_path!r} is no http or https address",
                 file=model_name_or_path,
                 hint="files on disk are read by the loaders 'local', 'torch' and 'hf'",
             )

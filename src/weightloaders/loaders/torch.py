@@ -11,7 +11,7 @@ from weightloaders.errors import OptionsError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, suffix_of
-from weightloaders.weights.files import holds_weights, select_files
+from weightloaders.weights.files import first_file, holds_weights, select_files
 from weightloaders.weights.folder import A_FOLDER, kind_of
 
 if TYPE_CHECKING:
@@ -86,9 +86,11 @@ class TorchLoader(BaseWeightLoader):
         place = Path(path).expanduser()
         kind = kind_of(place)
         if kind == A_FOLDER:
-            if holds_weights(place, Wanted(families=("torch",))):
-                return Probe.yes("a folder with PyTorch files")
-            return Probe.no("a folder without PyTorch files")
+            wanted = Wanted(families=("torch",))
+            if not holds_weights(place, wanted):
+                return Probe.no("a folder without PyTorch files")
+            stranger = not_of_torch(place, wanted)
+            return Probe.maybe(stranger) if stranger else Probe.yes("a folder with PyTorch files")
         if kind is not None:
             return Probe.no(f"it {kind}")
         index_of = indexed_name(place.name)
@@ -101,13 +103,27 @@ class TorchLoader(BaseWeightLoader):
         if suffix_of(place.name) in OTHER_FORMATS:
             # Some of these are zip files, too.
             return Probe.no(f"its format is {OTHER_FORMATS[suffix_of(place.name)]}")
-        from weightloaders.weights.torch_zip import is_torch_file
-
         named_so = family_of(place.name) == "torch"
-        with contextlib.suppress(OSError), place.open("rb") as file:
-            if is_torch_file(file.read(64)):
-                return (
-                    Probe.yes("a file of torch.save") if named_so else Probe.maybe("a zip file, as torch.save writes")
-                )
+        if _begins_as_torch_does(place):
+            return Probe.yes("a file of torch.save") if named_so else Probe.maybe("a zip file, as torch.save writes")
         # Its reader can say what it is instead, an LFS pointer for one.
         return Probe.maybe("a PyTorch file by its name alone") if named_so else Probe.no("not a file of torch.save")
+
+
+def not_of_torch(folder: Path, wanted: Wanted) -> str | None:
+    """Why the files that a folder's names promise are none of `torch.save`'s; None if they are, or another format's.
+
+    Formats of all kinds are called ``.bin``, so the beginning of the first of them is looked at.
+    """
+    first = first_file(folder, wanted)
+    if first is None or first[1] != "torch" or _begins_as_torch_does(first[0]):
+        return None
+    return f"{first[0].name} is a PyTorch file by its name alone"
+
+
+def _begins_as_torch_does(file: Path) -> bool:
+    from weightloaders.weights.torch_zip import is_torch_file
+
+    with contextlib.suppress(OSError), file.open("rb") as opened:
+        return is_torch_file(opened.read(64))
+    return False

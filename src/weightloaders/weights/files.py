@@ -120,6 +120,16 @@ def holds_weights(folder: Path, wanted: Wanted) -> bool:
         return False
 
 
+def first_file(folder: Path, wanted: Wanted) -> tuple[Path, Family] | None:
+    """The first of the files that names alone promise, and its format; None where there is none. Nothing is opened."""
+    try:
+        candidates = [candidate for candidate in sort_out(FolderListing(folder), wanted) if not candidate.reason]
+    except SourceError:
+        return None
+    files = sorted((c for c in candidates if not c.is_index), key=lambda c: (c.group, natural(c.name)))
+    return (folder / files[0].name, files[0].family) if files else None
+
+
 def choose_files(listing: Listing, wanted: Wanted) -> Selection:
     """Choose the files of a checkpoint from a listing; see `select_files`."""
     candidates = sort_out(listing, wanted)

@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-from urllib.parse import urljoin, urlsplit, urlunsplit
+from urllib.parse import urljoin, urlsplit
 
 from weightloaders.errors import (
     RemoteReadError,
@@ -56,10 +56,14 @@ def is_web_address(name: str) -> bool:
     return re.match(r"https?://", name, re.IGNORECASE) is not None
 
 
-def shown(url: str) -> str:
-    """An address as it may be shown: without a password, and without the query, which may hold a signature."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+def shown(name: str) -> str:
+    """A name as it may be shown: of a web address no password, and no query, which may hold a signature."""
+    if not is_web_address(name):
+        return name
+    # By hand, for it may be no address after all.
+    scheme, _, rest = re.split(r"[?#]", name, maxsplit=1)[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 def checked(url: str) -> str:
@@ -74,7 +78,9 @@ def checked(url: str) -> str:
     except ValueError:
         whole = False
     if not whole or not is_web_address(url):
-        raise SourceNotFoundError(f"{url!r} is no address", file=url, hint="write https://host/path/model.safetensors")
+        raise SourceNotFoundError(
+            f"{shown(url)!r} is no address", file=shown(url), hint="write https://host/path/model.safetensors"
+        )
     return url
 
 
