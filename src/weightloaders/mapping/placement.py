@@ -9,7 +9,6 @@ stays a handful of numbers, whatever the tensor's size.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,7 +55,10 @@ class Placement(NamedTuple):
     @property
     def numel(self) -> int:
         """How many elements it copies."""
-        return math.prod(count for count, _, _ in self.dims)
+        numel = 1
+        for count, _, _ in self.dims:
+            numel *= count
+        return numel
 
     @property
     def is_contiguous(self) -> bool:
@@ -66,7 +68,10 @@ class Placement(NamedTuple):
     @property
     def target_end(self) -> int:
         """Behind the last address that it writes."""
-        return self.target_start + 1 + sum((count - 1) * step for count, _, step in self.dims)
+        end = self.target_start + 1
+        for count, _, step in self.dims:
+            end += (count - 1) * step
+        return end
 
     @property
     def source_range(self) -> tuple[int, int]:
@@ -129,7 +134,7 @@ def compose(layers: Sequence[Placement], reading: Placement) -> tuple[list[Place
     """What a copy out of a space comes to, where that space was filled by others.
 
     Args:
-        layers: How the space was filled. Where they overlap, the last counts.
+        layers: How the space was filled; none is empty. Where they overlap, the last counts.
         reading: A copy out of that space; its own source does not matter.
 
     Returns:
@@ -158,14 +163,47 @@ def compose(layers: Sequence[Placement], reading: Placement) -> tuple[list[Place
 
 def _compose_two(layer: Placement, reading: Placement) -> tuple[list[Placement], list[Placement]]:
     low, high = reading.source_range
-    if high <= layer.target_start or low >= layer.target_end or is_empty(layer):
+    start, end = layer.target_start, layer.target_end
+    if high <= start or low >= end:
         return [], [reading]
-    if len(layer.dims) == 1 and layer.dims[0][2] == 1 and layer.target_start <= low and high <= layer.target_end:
+    if len(layer.dims) == 1 and layer.dims[0][2] == 1 and start <= low and high <= end:
         # By far the most usual: the layer is a plain run, and all that is read lies in it.
         step = layer.dims[0][1]
-        start = layer.source_start + (reading.source_start - layer.target_start) * step
+        first = layer.source_start + (reading.source_start - start) * step
         dims = [(count, read * step, written) for count, read, written in reading.dims]
-        return [placement(layer.source, start, reading.target_start, dims)], []
+        return [placement(layer.source, first, reading.target_start, dims)], []
+    if low <= start and end <= high and reading.dims:
+        count, step, written = reading.dims[0]
+        if reading.is_contiguous and layer.numel == end - start:
+            # What is read is a plain run, and the layer fills a part of it.
+            hit = layer._replace(target_start=reading.target_start + start - low)
+            return [hit], _beside(reading, start - low, end - low)
+        inner = high - low - (count - 1) * step
+        if 0 < inner <= step and (at := (start - low) // step) == (end - 1 - low) // step:
+            # The layer lies in one round of the outermost loop.
+            round_ = Placement(
+                reading.source, reading.source_start + at * step, reading.target_start + at * written, reading.dims[1:]
+            )
+            hits, rest = _compose_two(layer, round_)
+            return hits, [*rest, *_beside(reading, at, at + 1)]
+    return _compose_any(layer, reading)
+
+
+def _beside(reading: Placement, start: int, end: int) -> list[Placement]:
+    """A copy without some rounds of its outermost loop."""
+    (count, step, written), inner = reading.dims[0], reading.dims[1:]
+    rest = []
+    if start:
+        dims = ((start, step, written), *inner) if start > 1 else inner
+        rest.append(Placement(reading.source, reading.source_start, reading.target_start, dims))
+    if end < count:
+        dims = ((count - end, step, written), *inner) if count - end > 1 else inner
+        at = reading.source_start + end * step, reading.target_start + end * written
+        rest.append(Placement(reading.source, *at, dims))
+    return rest
+
+
+def _compose_any(layer: Placement, reading: Placement) -> tuple[list[Placement], list[Placement]]:
     # What is read backwards is written backwards instead, and what is read again and again takes no part.
     start, target, repeated, moving = reading.source_start, reading.target_start, [], []
     for count, read, written in reading.dims:

@@ -80,14 +80,16 @@ class _Space:
         layers: The copies that filled it. Where they overlap, the last counts.
         is_cast: Whether elements were cast on the way here.
         is_source: Whether it is a source, which is never written to.
+        filled: How many elements it has, where the layers fill each just once; 0 where that is not known.
     """
 
-    __slots__ = ("_overwritten", "is_cast", "is_source", "layers")
+    __slots__ = ("_overwritten", "filled", "is_cast", "is_source", "layers")
 
     def __init__(self, layers: list[Placement], *, is_cast: bool = False, is_source: bool = False) -> None:
         self.layers = layers
         self.is_cast = is_cast
         self.is_source = is_source
+        self.filled = 0
         self._overwritten = False
 
     def write(self, source: SymbolicTensor, steps: Iterable[int], start: int, *, cast: bool = False) -> None:
@@ -99,10 +101,15 @@ class _Space:
         self.is_cast |= cast or source.space.is_cast
 
     def _copy(self, other: _Space, reading: Placement) -> None:
-        try:
-            found, _ = compose(other.layers, reading)
-        except TooManyPlacements:
-            raise _too_many() from None
+        if other.filled and reading.is_contiguous and reading.source_start == 0 and reading.numel == other.filled:
+            start = reading.target_start
+            found = [layer._replace(target_start=layer.target_start + start) for layer in other.layers]
+        else:
+            try:
+                found, _ = compose(other.layers, reading)
+            except TooManyPlacements:
+                raise _too_many() from None
+        self.filled = 0
         self.layers += found
         self._overwritten |= other.overwritten
         if len(self.layers) > MAX_PLACEMENTS:
@@ -111,6 +118,7 @@ class _Space:
     def fill(self, value: Constant, view: torch.Tensor) -> None:
         """Write one value wherever a view of this space looks."""
         dims = [(size, 0, step) for size, step in zip(view.shape, view.stride(), strict=True)]
+        self.filled = 0
         self.layers.append(placement(value, 0, int(view.storage_offset()), dims))
 
     @property
@@ -264,6 +272,7 @@ def _filled(result: torch.Tensor, parts: Iterable[tuple[SymbolicTensor, Sequence
     for symbol, steps, start in parts:
         space.write(symbol, steps, start, cast=_needs_cast(symbol.dtype, result.dtype))
     space.layers = coalesce(space.layers)
+    space.filled = result.numel()
     return SymbolicTensor(result, space)
 
 

@@ -153,8 +153,8 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
     except Exception as error:  # noqa: BLE001 -- whatever foreign code does with a symbol, real tensors decide
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     try:
-        results = _run(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"))
-        return Outcome(results, {}, reason)
+        tensors = _arguments(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"))
+        return Outcome(state.group.function(tensors), {}, reason)
     except WeightLoadersError:
         raise
     except Exception as error:
@@ -171,8 +171,9 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
 def _traced(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     """Run the function on symbols."""
     numbers = {id(info): number for number, info in enumerate(state.infos)}
+    symbols = _arguments(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
     with tracing():
-        results = _run(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
+        results = state.group.function(symbols)
     placements: dict[str, tuple[Placement, ...]] = {}
     overwritten = []
     for name, symbol in results.items():
@@ -187,9 +188,8 @@ def _traced(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     return Outcome(results, placements, overwritten=tuple(overwritten))
 
 
-def _run(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    arguments: list[Any] = [
+def _arguments(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> list[Any]:
+    return [
         [make(info) for info in argument] if isinstance(argument, tuple) else make(argument)
         for argument in state.arguments()
     ]
-    return state.group.function(arguments)
