@@ -577,7 +577,10 @@ def test_a_function_that_returns_something_else_is_an_error(function: Any, messa
         (lambda: Convert("a", [], "transpose"), "at least one target"),
         (lambda: Convert("a", "", "transpose"), "none may be empty"),
         (lambda: Convert(3, "a", "transpose"), "are a pattern or several"),
-        (lambda: Convert("a", "b", "fuse_qvk"), "no ready-made layout 'fuse_qvk'; there are duplicate, fuse_gate_up"),
+        (
+            lambda: Convert("a", "b", "fuse_qvk"),
+            "no ready-made layout 'fuse_qvk' (did you mean 'fuse_qkv'?); there are common, ",
+        ),
         (lambda: Convert("a", "b", "no_such_module:f"), "can't be imported"),
         (lambda: Convert("a", "b", "torch:no_such_function"), "can't be imported"),
         (lambda: Convert("a", "b", "torch:__version__"), "is no function"),

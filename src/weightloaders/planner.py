@@ -84,6 +84,7 @@ class Planner:
             plan = self._with_prefix(infos, plan)
         plan.skipped_files = dict(skipped or {})
         plan.findings.extend(self._unused_rules(infos))
+        plan.findings.extend(self._left_behind(plan))
         plan.findings.extend(Finding("note", "info", note) for note in notes)
         order = {"error": 0, "warning": 1, "info": 2}
         plan.findings.sort(key=lambda finding: order[finding.severity])
@@ -161,7 +162,9 @@ class Planner:
             if claim.dropped:
                 draft.dropped.append(info.name)
             elif claim.group is not None:
-                state = draft.groups.setdefault(claim.group.key, GroupState.of(claim.group))
+                state = draft.groups.get(claim.group.key)
+                if state is None:
+                    state = draft.groups[claim.group.key] = GroupState.of(claim.group)
                 state.members[claim.slot].append((claim.index, info))
                 state.rules = claim.rules
             else:
@@ -182,4 +185,17 @@ class Planner:
             for mapper in self._mappers
             if isinstance(mapper, RuleMapper)
             for rule in mapper.unused()
+        ]  # fmt: skip
+
+    def _left_behind(self, plan: LoadPlan) -> list[Finding]:
+        """What would have gone with a weight, had the rule that takes the weight been written for it as well."""
+        return [
+            Finding(
+                "rule", "warning",
+                f"{rule} takes weights but leaves behind what goes with them: {listed(suggest.grouped(names, names))}",
+                tuple(names), hint=hint and f"to take all of a module's tensors along: rules=[{hint}]",
+            )
+            for mapper in self._mappers
+            if isinstance(mapper, RuleMapper)
+            for rule, names, hint in mapper.left_behind(plan.unexpected)
         ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -268,8 +269,10 @@ def _function(function: str | Callable[..., Any]) -> Callable[..., Any]:
         return LAYOUTS[function]
     module, colon, attribute = str(function).partition(":")
     if not (module and colon and attribute):
+        near = difflib.get_close_matches(str(function), LAYOUTS, n=1)
+        meant = f" (did you mean {near[0]!r}?)" if near else ""
         raise RuleError(
-            f"there is no ready-made layout {function!r}; there are {', '.join(sorted(LAYOUTS))}",
+            f"there is no ready-made layout {function!r}{meant}; there are {', '.join(sorted(LAYOUTS))}",
             hint="name one of these, or give your own function as 'package.module:function'",
         )
     try:

@@ -242,6 +242,20 @@ def duplicate(tensor: Tensor, *, times: int = 2) -> tuple[Tensor, ...]:
     return (tensor,) * times
 
 
+def common(*parts: Tensor) -> Tensor:
+    """What several parts have alike, once: GPTQ's order of columns, a scale. The inverse of `duplicate`.
+
+    It is read, compared, and refused where the parts differ.
+    """
+    _check_alike(parts)
+    if any(part.shape != parts[0].shape for part in parts):
+        raise ValueError("the parts are to be equal, but have different shapes")
+    # Without values it is the shape that is asked for.
+    if not parts[0].is_meta and not all(torch.equal(parts[0], part) for part in parts[1:]):
+        raise ValueError("the parts are to be equal, but have different values")
+    return parts[0]
+
+
 def reinterpret(weight: Tensor, *, dtype: str) -> Tensor:
     """The same bytes as another dtype, e.g. ``int32`` for codes packed in ``uint8``; along the last dimension."""
     wanted = getattr(torch, dtype.removeprefix("torch."), None)
@@ -277,8 +291,8 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
     for function in (
         fuse_qkv, split_qkv, fuse_qkv_interleaved, split_qkv_interleaved, fuse_gate_up, split_gate_up,
         fuse_gate_up_interleaved, split_gate_up_interleaved, stack_experts, unstack_experts, transpose, reshape,
-        rotary_meta_to_hf, rotary_hf_to_meta, pad_rows, unpad_rows, repeat, duplicate, reinterpret, weight_norm,
-        split_weight_norm,
+        rotary_meta_to_hf, rotary_hf_to_meta, pad_rows, unpad_rows, repeat, duplicate, common, reinterpret,
+        weight_norm, split_weight_norm,
     )
 }  # fmt: skip
 
@@ -291,6 +305,7 @@ _PAIRS = (
     ("transpose", "transpose"),
     ("rotary_meta_to_hf", "rotary_hf_to_meta"),
     ("pad_rows", "unpad_rows"),
+    ("duplicate", "common"),
     ("weight_norm", "split_weight_norm"),
 )
 

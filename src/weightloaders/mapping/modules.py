@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weightloaders.errors import ModelError
+from weightloaders.mapping.layouts import joined
 from weightloaders.mapping.names import Claim, Group
 
 if TYPE_CHECKING:
     from collections.abc import Container
 
+    import torch
     from torch import nn
 
 # The shard ids of a fused attention projection are letters by convention, those of everything else numbers.
@@ -173,6 +173,4 @@ def _with_segment(segments: Sequence[str], at: int, segment: str) -> str:
 
 
 def _fuse(tensors: Sequence[torch.Tensor], *, target: str) -> dict[str, torch.Tensor]:
-    # A part's scale may be a scalar, and scalars have no dimension to be joined along.
-    scalars = all(tensor.dim() == 0 for tensor in tensors)
-    return {target: torch.stack(list(tensors)) if scalars else torch.cat(list(tensors))}
+    return {target: joined(tensors)}

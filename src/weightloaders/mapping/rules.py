@@ -70,10 +70,10 @@ class Rename:
         old = self.old.pattern if isinstance(self.old, re.Pattern) else self.old
         return f"rename {old!r} -> {self.new!r}"
 
-    @property
-    def takes_weights_only(self) -> bool:
-        """Whether it is written for a module's weight, so that what goes with it keeps its old name."""
-        return self._patterns is not None and self._patterns[0].segments[-1:] in WEIGHTS
+    def is_whole_weight(self, name: str) -> bool:
+        """Whether a name is a module's weight, and the rule is written for just that."""
+        leaf = self._patterns[0].segments[-1:] if self._patterns is not None else ()
+        return leaf in WEIGHTS and name.endswith(f".{leaf[0]}")
 
     def apply(self, name: str) -> str | None:
         """The new name, with the segments that this rule wrote hidden; None where the rule doesn't match."""
@@ -204,7 +204,8 @@ class RuleMapper:
             for _ in range(_COMPANION_SEGMENTS):
                 module = module.rpartition(".")[0]
                 rule = self._without_companions.get(module)
-                if rule is not None:
+                # A rename takes along what lies below the weight.
+                if rule is not None and not (isinstance(rule, Rename) and rule.apply(name)):
                     found.setdefault(id(rule), (rule, []))[1].append(name)
                     break
         return [(f"{rule}{self._suffix}", taken, _with_companions(rule, taken)) for rule, taken in found.values()]
@@ -239,7 +240,7 @@ class RuleMapper:
                 continue
             self._unused.pop(id(rename), None)
             applied.append(f"{rename}{self._suffix}")
-            if rename.takes_weights_only:
+            if rename.is_whole_weight(name):
                 self._without_companions[name.rpartition(".")[0]] = rename
             current = renamed
             pending = [later for later in self._rename_index.candidates(current) if later > at]
