@@ -199,7 +199,7 @@ class Repository:
         # Of whichever HTTP library it uses; failing to connect is one of these too.
         transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
         try:
-            files = asked_once((self.access.endpoint, self.name, self.revision), self._list)
+            files = HubFiles(self, *asked_once((self.access.endpoint, self.name, self.revision), self._list))
             result = from_hub(files)
             # What is only looked at is not in the cache, so the cache can't stand for it later.
             if not only_headers_are_wanted():
@@ -284,7 +284,8 @@ class Repository:
 
     # -- the hub
 
-    def _list(self) -> HubFiles:
+    def _list(self) -> tuple[str, frozenset[str]]:
+        """The commit that the revision stands for, and the files in it."""
         from huggingface_hub import HfApi, constants
 
         api = HfApi(endpoint=self.access.endpoint, token=self.access.token)
@@ -292,7 +293,7 @@ class Repository:
         info = api.model_info(self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         if not info.sha or info.siblings is None:
             raise ValueError("the reply names no commit or no files")
-        return HubFiles(self, info.sha, frozenset(sibling.rfilename for sibling in info.siblings))
+        return info.sha, frozenset(sibling.rfilename for sibling in info.siblings)
 
     def source(self, file: str, commit: str) -> ByteSource:
         """A file to be read in parts: in the cache if it is there, else on the hub.
