@@ -441,7 +441,7 @@ def test_a_known_prefix_is_stripped_or_added_where_that_makes_the_plan_whole() -
     plan = plan_load(Headed(), stripped)
     assert plan.ok
     assert plan.decided_by[-1] == "automatic rename 'transformer' -> ''"
-    assert "14 names were matched by an automatic rename" in finding(plan, "rename").message
+    assert "all 14 names of the source begin with 'transformer.', which was left out" in finding(plan, "rename").message
     assert plan.renamed["transformer.lm_head.weight"] == "lm_head.weight"
 
     class Outer(nn.Module):
@@ -1208,7 +1208,7 @@ def test_to_json_has_it_all(tmp_path: Path) -> None:
     assert copy["pieces"][0]["source"] == "module.a"
     assert copy["sources"][0]["files"][0][0].endswith("model.safetensors")
     assert (compute["kind"], compute["sources"]) == ("compute", ["b"])
-    assert {f["kind"] for f in data["findings"]} == {"unexpected", "cast"}
+    assert {f["kind"] for f in data["findings"]} == {"unexpected", "cast", "rename"}
     assert set(data) == {
         "ok", "decided_by", "bytes_to_read", "missing", "unexpected", "ignored", "mismatched", "unfilled", "dropped",
         "tied", "renamed", "cast", "skipped_files", "findings", "steps",

@@ -11,9 +11,7 @@ from torch import nn
 from weightloaders.errors import ConfigError, ModelError, SaveError
 from weightloaders.loaders.headers_only import headers_only
 from weightloaders.loaders.place import as_name
-from weightloaders.loading import LoadContext, check_usable, get_weights, is_borrowed, make_plan
-from weightloaders.mapping.parsing import parse_rules
-from weightloaders.plan import Policies, PolicyOption
+from weightloaders.loading import check_usable, get_weights, is_borrowed, make_plan
 from weightloaders.prepare import load_context, load_from, prepare, resolve_loader
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.targets import Targets
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightloaders.loading.context import Verify
-    from weightloaders.plan import LoadPlan
+    from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
 
@@ -68,6 +66,7 @@ def plan_load(
     on_missing: PolicyOption = "error",
     on_unexpected: PolicyOption = "warn",
     on_mismatch: PolicyOption = "error",
+    automatic: bool = True,
     loader: Any = "auto",
     loader_kwargs: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
@@ -80,6 +79,9 @@ def plan_load(
         on_missing: ``"error"``, ``"warn"``, ``"ignore"``, or a dict of name pattern -> one of these.
         on_unexpected: Likewise.
         on_mismatch: Likewise.
+        automatic: Whether names may be matched without being asked: wrappers and one well-known prefix left out or put
+            in, weight_norm's two spellings exchanged, rules of plugins applied. If not, only ``rules`` and what the
+            model itself declares change names.
         loader: Who opens a source.
         loader_kwargs: Options for it.
 
@@ -88,7 +90,7 @@ def plan_load(
     """
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
-    context = LoadContext(parse_rules(rules), Policies(on_missing, on_unexpected, on_mismatch))
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, automatic=automatic)
     return make_plan(model, as_catalogue(weights), context)
 
 
@@ -105,6 +107,7 @@ def load_into(
     on_mismatch: PolicyOption = "error",
     progress: ProgressOption = None,
     verify: Verify | None = None,
+    automatic: bool = True,
 ) -> LoadReport:
     """Fill any module in place.
 
@@ -121,12 +124,13 @@ def load_into(
         on_mismatch: Likewise for tensors that don't fit.
         progress: None: a bar on a terminal, a few log lines elsewhere; False: nothing; or a function.
         verify: ``"finite"``: no NaN and no infinity; ``"sha256"``: the files match their checksums.
+        automatic: Whether names may be matched without being asked; see `plan_load`.
 
     Raises:
         PlanError: If something is missing or does not fit; nothing was touched.
         LoadError: If something failed on the way; the model is marked as half-loaded.
     """
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic)
     return load_from(model, source, resolve_loader(source, loader, loader_kwargs or {}), context)
 
 
@@ -152,6 +156,7 @@ def from_pretrained(
     on_mismatch: PolicyOption = "error",
     progress: ProgressOption = None,
     verify: Verify | None = None,
+    automatic: bool = True,
     trust_remote_code: bool = False,
     **model_kwargs: Any,
 ) -> tuple[nn.Module, LoadReport]:
@@ -172,6 +177,7 @@ def from_pretrained(
         on_mismatch: See `load_into`.
         progress: See `load_into`.
         verify: See `load_into`.
+        automatic: See `plan_load`.
         trust_remote_code: Whether code that comes with the model may run.
         **model_kwargs: For the config, and for the model's constructor. ``revision``, ``cache_dir``, ``token``,
             ``subfolder`` and ``local_files_only`` say where on the hub the config is; for weights in the same
@@ -184,7 +190,7 @@ def from_pretrained(
         ModelError: If the model can't be built.
         PlanError: If the weights don't fit it.
     """
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify)
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic)
     prepared = prepare(
         source,
         context,

@@ -73,6 +73,7 @@ class LLMConfig(Checked):
         on_mismatch: What to do about tensors of another shape.
         progress: False for no progress output.
         verify: Additional checks: ``finite`` or ``sha256``.
+        automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
         max_num_seqs: How many sequences are generated at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Fields of `SamplingParams`, used where `generate` is given none.
@@ -95,6 +96,7 @@ class LLMConfig(Checked):
     on_mismatch: Policy = "error"
     progress: bool | None = None
     verify: Literal["finite", "sha256"] | None = None
+    automatic: bool = True
     max_num_seqs: Annotated[int, Field(ge=1)] = 32
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     sampling_params: dict[str, Any] | None = None

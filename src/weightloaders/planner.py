@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.mapping import suggest
+from weightloaders.mapping import automatic, suggest
 from weightloaders.mapping.names import Claim, Mapper, claim_name, natural_order
-from weightloaders.mapping.rules import RuleMapper
+from weightloaders.mapping.rules import Rename, RuleMapper
 from weightloaders.placing import GroupState, Placing
-from weightloaders.plan import Finding, LoadPlan, Policies, listed
+from weightloaders.plan import Finding, LoadPlan, Policies, listed, step_infos, step_targets
 
 if TYPE_CHECKING:
     import re
@@ -33,6 +33,7 @@ class _Draft:
     dropped: list[str] = field(default_factory=list)
     remarks: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     renamed: dict[str, str] = field(default_factory=dict)
+    applied: automatic.Applied = field(default_factory=automatic.Applied)
 
 
 class Planner:
@@ -45,7 +46,7 @@ class Planner:
         base_model_prefix: The prefix under which the model keeps its base model, if it says so.
         ignore_missing: Names that may be missing, by the model's own word.
         ignore_unexpected: Names that may be unexpected, by the model's own word.
-        automatic_from: Position among the mappers where automatic prefixes belong; default: behind all.
+        automatic_from: Position among the mappers where automatic prefixes belong; default: none are tried.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Planner:
         self._base_model_prefix = base_model_prefix
         self._ignore_missing = ignore_missing
         self._ignore_unexpected = ignore_unexpected
-        self._automatic_from = len(self._mappers) if automatic_from is None else automatic_from
+        self._automatic_from = automatic_from
 
     def plan(
         self, infos: Sequence[TensorInfo], *, notes: Sequence[str] = (), skipped: Mapping[str, str] | None = None
@@ -80,8 +81,8 @@ class Planner:
         # Some mappers rely on `layers.2` coming before `layers.10`.
         infos = sorted(infos, key=lambda info: natural_order(info.name))
         plan = self._attempt(infos, self._mappers)
-        if plan.missing and plan.unexpected:
-            plan = self._with_prefix(infos, plan)
+        if plan.missing and plan.unexpected and self._automatic_from is not None:
+            plan = self._with_prefix(infos, plan, self._automatic_from)
         plan.skipped_files = dict(skipped or {})
         plan.findings.extend(self._unused_rules(infos))
         plan.findings.extend(self._left_behind(plan))
@@ -92,31 +93,31 @@ class Planner:
 
     # -- prefixes
 
-    def _with_prefix(self, infos: Sequence[TensorInfo], first: LoadPlan) -> LoadPlan:
-        whole: dict[str, LoadPlan] = {}
-        for rename in suggest.known_prefixes(self._base_model_prefix):
+    def _with_prefix(self, infos: Sequence[TensorInfo], first: LoadPlan, position: int) -> LoadPlan:
+        """The plan with the one known prefix that makes it whole; the first plan where none does, or several do."""
+        whole: dict[frozenset[tuple[str, str]], tuple[Rename, LoadPlan]] = {}
+        own = self._targets.by_name
+        wrappers = automatic.WrapperMapper(own)
+        for rename in automatic.known_prefixes(self._base_model_prefix):
             mappers: list[Mapper] = [*self._mappers]
-            mappers.insert(self._automatic_from, suggest.PrefixMapper(rename))
+            mappers.insert(position, automatic.PrefixMapper(rename, own, wrappers))
             if not self._may_help(first, mappers):
                 continue
             plan = self._attempt(infos, mappers)
             if plan.ok and not plan.missing:
-                whole[str(rename)] = plan
+                whole.setdefault(_ways(plan), (rename, plan))
         if not whole:
             return first
-        if len({tuple(sorted(plan.renamed.items())) for plan in whole.values()}) > 1:
-            first.findings.append(
-                Finding(
-                    "rename", "info", f"several prefixes would make the source fit: {', '.join(whole)}",
-                    hint="choose one with `rules=`",
-                )
-            )  # fmt: skip
-            return first
-        text, plan = next(iter(whole.items()))
-        plan.decided_by.append(f"automatic {text}")
-        plan.findings.append(
-            Finding("rename", "info", f"{len(plan.renamed)} names were matched by an automatic {text}")
-        )
+        rename, plan = next(iter(whole.values()))
+        candidates = [found for found, _ in whole.values()]
+        if len(candidates) == 1:
+            # Another copy of the model, under a prefix that nobody knows, would have done as well.
+            before = {info.name for step in first.steps for info in step_infos(step)}
+            taken = {info.name for step in plan.steps for info in step_infos(step)} - before
+            candidates += automatic.rivals(rename, taken, plan.unexpected)
+        if len(candidates) > 1:
+            return _offering(first, candidates)
+        plan.decided_by.append(f"automatic {rename}")
         return plan
 
     def _may_help(self, first: LoadPlan, mappers: Sequence[Mapper]) -> bool:
@@ -140,6 +141,9 @@ class Planner:
         plan.dropped = draft.dropped
         plan.renamed = draft.renamed
         plan.findings.extend(
+            Finding("rename", "info", sentence, names) for sentence, names in draft.applied.told(len(infos)).items()
+        )
+        plan.findings.extend(
             Finding("rule", "warning", f"{remark}: {listed(names)}", tuple(names))
             for remark, names in draft.remarks.items()
         )
@@ -157,6 +161,8 @@ class Planner:
         own = self._targets.by_name
         for info in infos:
             claim = claim_name(info.name, mappers, own)
+            if claim.automatic and (claim.group or claim.target in own):
+                draft.applied.note(info.name, claim)
             if claim.remark:
                 draft.remarks[claim.remark].append(info.name)
             if claim.dropped:
@@ -199,3 +205,22 @@ class Planner:
             if isinstance(mapper, RuleMapper)
             for rule, names, hint in mapper.left_behind(plan.unexpected)
         ]  # fmt: skip
+
+
+def _ways(plan: LoadPlan) -> frozenset[tuple[str, str]]:
+    """What fills what in a plan: two prefixes that come to the same are one."""
+    return frozenset(
+        (target.name, info.name) for step in plan.steps for target in step_targets(step) for info in step_infos(step)
+    )
+
+
+def _offering(plan: LoadPlan, candidates: Sequence[Rename]) -> LoadPlan:
+    """The same plan, with the prefixes that would make it whole for the caller to choose from."""
+    rules = " or ".join(f"rules=[Rename({rename.old!r}, {rename.new!r})]" for rename in candidates)
+    hint = f"the source holds it under several prefixes, so none was taken; choose one: {rules}"
+    plan.findings = [
+        replace(finding, hint=hint) if finding.kind in ("missing", "nothing") else finding for finding in plan.findings
+    ]
+    said = ", ".join(str(rename) for rename in candidates)
+    plan.findings.append(Finding("rename", "info", f"several prefixes would make the source fit: {said}", hint=hint))
+    return plan

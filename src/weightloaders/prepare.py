@@ -43,21 +43,25 @@ def load_context(
     device: torch.device | str | None = None,
     progress: ProgressOption = None,
     verify: Any = None,
+    automatic: bool = True,
 ) -> LoadContext:
     """What a load is asked to do, checked. See `load_into` for the arguments.
 
     Raises:
-        ConfigError: If there is no such device here, or no such check.
+        ConfigError: If there is no such device here, or no such check, or ``automatic`` is neither True nor False.
         RuleError: If the rules or the policies can't be understood.
     """
     if verify not in (None, "finite", "sha256"):
         raise ConfigError(f"verify={verify!r}: None, 'finite' or 'sha256' is expected")
+    if not isinstance(automatic, bool):
+        raise ConfigError(f"automatic={automatic!r}: True or False is expected")
     return LoadContext(
         rules=parse_rules(rules),
         policies=Policies(on_missing, on_unexpected, on_mismatch),
         device=None if device is None else _device(device),
         progress=progress,
         verify=verify,
+        automatic=automatic,
     )
 
 

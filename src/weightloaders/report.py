@@ -37,6 +37,7 @@ class LoadReport:
         cast: Parameter -> stored dtype and its own, as text.
         tied: Parameter -> the one whose memory or value it shares.
         renamed: Source name -> the model's name, where they differ.
+        automatic: What was done to names without being asked, a sentence each.
         dropped: Tensors left out by a rule.
         replaced: Parameters that are new objects in the model (where identity could not be kept).
         warnings: What is probably not as it should be.
@@ -58,6 +59,7 @@ class LoadReport:
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
+    automatic: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -96,6 +98,7 @@ class LoadReport:
         rows.extend(("cast", text) for text in _casts(self.cast))
         if self.decided_by:
             rows.append(("decided by", ", ".join(self.decided_by)))
+        rows.extend(("automatic", done) for done in self.automatic)
         rows.extend(("warning", warning) for warning in self.warnings)
         rows.extend(("note", note) for note in self.notes)
         width = max(len(label) for label, _ in rows)

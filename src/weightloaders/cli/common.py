@@ -50,6 +50,10 @@ OnMismatch = Annotated[
     list[str] | None,
     typer.Option(metavar="POLICY", help=f"Tensors that don't fit: {_POLICY} Default: error.", show_default=False),
 ]
+NoAutomatic = Annotated[
+    bool,
+    typer.Option("--no-automatic", help="Take names as they are, but for --rules and what the model itself declares."),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that lies with the model run. Only for models you trust.")
 ]

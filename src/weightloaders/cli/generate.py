@@ -9,6 +9,7 @@ import typer
 
 from weightloaders.cli.common import (
     LOADER,
+    NoAutomatic,
     OnMismatch,
     OnMissing,
     OnUnexpected,
@@ -48,6 +49,7 @@ def generate_text(
     on_missing: OnMissing = None,
     on_unexpected: OnUnexpected = None,
     on_mismatch: OnMismatch = None,
+    no_automatic: NoAutomatic = False,
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="'auto' (the config's, the default) or a dtype.")
     ] = None,
@@ -72,6 +74,7 @@ def generate_text(
         "weight_loader_kwargs": loader_options(option) or None,
         "rules": rules_file(rules),
         **policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch),
+        "automatic": False if no_automatic else None,
         "dtype": dtype,
         "device": device,
         "trust_remote_code": trust_remote_code,

@@ -13,6 +13,7 @@ import typer
 from weightloaders.cli.common import (
     Json,
     Loader,
+    NoAutomatic,
     OnMismatch,
     OnMissing,
     OnUnexpected,
@@ -63,6 +64,7 @@ def plan_source(
     on_missing: OnMissing = None,
     on_unexpected: OnUnexpected = None,
     on_mismatch: OnMismatch = None,
+    no_automatic: NoAutomatic = False,
     explain: Annotated[
         str | None, typer.Option(metavar="NAME", help="Show how one parameter is filled.", show_default=False)
     ] = None,
@@ -92,7 +94,7 @@ def plan_source(
         )
         opened = open_weights(source, loader, **options)
     with opened as weights:
-        plan = plan_load(skeleton.model, weights, rules=rules_file(rules), **decided)
+        plan = plan_load(skeleton.model, weights, rules=rules_file(rules), automatic=not no_automatic, **decided)
         if json:
             say(plan.to_json())
         elif explain is not None:

@@ -55,6 +55,7 @@ class LLM:
         progress: None for a bar on a terminal and a few log lines elsewhere, False for silence, or a function that is
             called with each `ProgressEvent`.
         verify: Additional checks: ``"finite"`` or ``"sha256"``.
+        automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
         max_num_seqs: How many sequences are written at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Used where `generate` is given none. Default: what the model's generation config says.
@@ -84,6 +85,7 @@ class LLM:
         on_mismatch: str | Mapping[str, str] = "error",
         progress: bool | Callable[[Any], object] | None = None,
         verify: str | None = None,
+        automatic: bool = True,
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
         sampling_params: SamplingParams | None = None,
@@ -105,6 +107,7 @@ class LLM:
             "on_mismatch": on_mismatch,
             "progress": progress,
             "verify": verify,
+            "automatic": automatic,
         }
         self._engine = engine_class(engine).load(
             as_name(model),
@@ -260,8 +263,8 @@ class LLM:
                 ones came from.
             weight_loader: The loader. Default: the last one, with its options.
             weight_loader_kwargs: The loader's options.
-            load_options: Those of ``rules``, ``on_missing``, ``on_unexpected``, ``on_mismatch``, ``progress`` and
-                ``verify`` that shall differ from what this LLM was made with.
+            load_options: Those of ``rules``, ``on_missing``, ``on_unexpected``, ``on_mismatch``, ``progress``,
+                ``verify`` and ``automatic`` that shall differ from what this LLM was made with.
 
         Returns:
             What was loaded; also in `load_report`.

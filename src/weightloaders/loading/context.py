@@ -39,6 +39,7 @@ class LoadContext:
         verify: ``"finite"`` or ``"sha256"``.
         dtypes: The dtype of meta parameters where it is to differ from what the model says.
         loader: The loader's name, for the report.
+        automatic: Whether names may be matched without being asked (see `mappers_for`).
         ties: Ties that the model declares, and that are made once its weights are in. Default: those of what is on
             meta now.
     """
@@ -50,6 +51,7 @@ class LoadContext:
     verify: Verify | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     loader: str | None = None
+    automatic: bool = True
     ties: Mapping[str, str] | None = None
 
     def changed(self, **changes: Any) -> LoadContext:

@@ -11,8 +11,8 @@ import torch
 from weightloaders import hooks
 from weightloaders.loading.initialising import Groundwork, can_initialise
 from weightloaders.loading.nesting import apart
-from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
+from weightloaders.mapping.automatic import SpellingMapper, WrapperMapper
 from weightloaders.mapping.modules import ModuleMapper
 from weightloaders.mapping.rules import RuleMapper
 from weightloaders.plan import LoadPlan, describe_source, step_infos, step_targets
@@ -75,8 +75,11 @@ def groundwork_for_all(model: nn.Module, targets: Targets, context: LoadContext)
     return Groundwork(model, targets, context.device or torch.device("cpu"), context.dtypes, gaps, certain=False)
 
 
-def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tuple[list[Mapper], list[str], int]:
-    """Who is asked about names, in order; what they are called; and where automatic prefixes belong among them."""
+def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tuple[list[Mapper], list[str], int | None]:
+    """Who is asked about names, in order; what they are called; and where automatic prefixes belong among them.
+
+    Where nothing is to be automatic, only the caller and the model itself are asked; then prefixes belong nowhere.
+    """
     own = targets.by_name
     config = getattr(model, "config", None)
     mappers: list[Mapper] = []
@@ -84,8 +87,9 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     if context.rules:
         mappers.append(RuleMapper(context.rules, own, config=config))
         decided_by.append("the caller's rules")
-    mappers.append(suggest.WrapperMapper(own))
-    position = len(mappers)
+    if context.automatic:
+        mappers.append(WrapperMapper(own))
+    position = len(mappers) if context.automatic else None
     declared = ModuleMapper(model, own)
     if declared.used:
         mappers.append(declared)
@@ -93,10 +97,11 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     if hf.is_transformers_model(model):
         mappers.append(hf.ConversionMapper(model, own))
         decided_by.append("transformers' conversions")
-    for plugin, rules in hooks.rules_for(model):
-        mappers.append(RuleMapper(rules, own, config=config, automatic=True, origin=plugin))
-        decided_by.append(f"rules of {plugin}")
-    mappers.append(suggest.SpellingMapper(own))
+    if context.automatic:
+        for plugin, rules in hooks.rules_for(model):
+            mappers.append(RuleMapper(rules, own, config=config, automatic=True, origin=plugin))
+            decided_by.append(f"rules of {plugin}")
+        mappers.append(SpellingMapper(own))
     decided_by.append("names")
     return mappers, decided_by, position
 
@@ -171,6 +176,7 @@ def report_of(
         tied=dict(plan.tied),
         renamed=dict(plan.renamed),
         dropped=list(plan.dropped),
+        automatic=[f.message for f in plan.findings if f.kind == "rename"],
         replaced=prepared.replaced,
         warnings=[*(f.message for f in plan.findings if f.severity == "warning"), *overflown, *moved.warnings],
         notes=[f.message for f in plan.findings if f.kind == "note"],

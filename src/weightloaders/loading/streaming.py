@@ -35,11 +35,11 @@ from weightloaders.loading.preparing import (
 )
 from weightloaders.loading.status import Mark, marking
 from weightloaders.loading.watching import settle
-from weightloaders.mapping import suggest
 from weightloaders.mapping import transformers as hf
+from weightloaders.mapping.automatic import Applied, FirstFitMapper, rivals
 from weightloaders.mapping.names import claim_name
 from weightloaders.placing import GroupState, Placing
-from weightloaders.plan import LoadPlan, listed
+from weightloaders.plan import Finding, LoadPlan, listed
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred
 from weightloaders.transfer.verify import check_finite
@@ -119,7 +119,10 @@ class _Loading:
     ) -> None:
         mappers, decided_by, position = mappers_for(model, targets, context)
         prefix = getattr(model, "base_model_prefix", None) or None
-        mappers.insert(position, suggest.FirstFitMapper(targets.by_name, prefix))
+        self._prefixes = FirstFitMapper(targets.by_name, prefix)
+        if position is not None:
+            mappers.insert(position, self._prefixes)
+        self._applied = Applied()
         self.placing = Placing(targets, context.policies, *hf.ignored_patterns(model))
         self.placing.plan.decided_by = decided_by
         self.with_own_loader = {
@@ -172,6 +175,8 @@ class _Loading:
 
     def _take(self, claim: Claim, name: str, tensor: torch.Tensor) -> None:
         plan = self.placing.plan
+        if claim.group or claim.target in self.placing.targets.by_name:
+            self._applied.note(name, claim)
         if claim.dropped:
             plan.dropped.append(name)
         elif claim.group is not None:
@@ -261,7 +266,12 @@ class _Loading:
             self._move()
         self.placing.finish(self._seen)
         self._raise_if_errors()
+        self._check_prefixes()
         plan = self.placing.plan
+        plan.findings.extend(
+            Finding("rename", "info", sentence, names)
+            for sentence, names in self._applied.told(len(self._seen)).items()
+        )
         without_value = [name for name in plan.unfilled if name in raw]
         if without_value:
             raise CoverageError(
@@ -269,6 +279,23 @@ class _Loading:
                 missing=tuple(without_value), written=tuple(sorted(self.moved.written)), tensor=without_value[0],
                 hint="build the model on a real device, or give the module a reset_parameters() that fills it",
             )  # fmt: skip
+
+    def _check_prefixes(self) -> None:
+        """Only now it can be told whether a prefix was the one that the whole stream has."""
+        plan, taken = self.placing.plan, self._prefixes.taken
+        if not taken:
+            return
+        rename, names = next(iter(taken.items()))
+        candidates = [*taken, *rivals(rename, names, plan.unexpected)]
+        if len(candidates) == 1 and not plan.missing:
+            return
+        rules = " or ".join(f"rules=[Rename({rename.old!r}, {rename.new!r})]" for rename in candidates)
+        how = f"{rename}, but not all of it" if len(candidates) == 1 else "several prefixes, of which one is right"
+        raise CoverageError(
+            f"the stream of weights was matched by {how}",
+            missing=tuple(plan.missing), written=tuple(sorted(self.moved.written)),
+            hint=f"nothing but what you ask for is certain here: {rules}",
+        )  # fmt: skip
 
     def _raise_if_errors(self) -> None:
         errors = self.placing.plan.errors

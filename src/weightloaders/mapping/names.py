@@ -57,6 +57,7 @@ class Claim:
         shard_id: What that loader gets besides, where the tensor is one part of several.
         parts: The names of all these parts.
         remark: Something to report, e.g. a rule that was not applied.
+        automatic: What was done to the name without being asked, as words to follow "the names".
     """
 
     target: str = ""
@@ -69,6 +70,7 @@ class Claim:
     shard_id: Any = None
     parts: tuple[str, ...] = ()
     remark: str = ""
+    automatic: tuple[str, ...] = ()
 
     @property
     def is_final(self) -> bool:
@@ -97,7 +99,12 @@ def claim_name(name: str, mappers: Sequence[Mapper], own: Container[str]) -> Cla
             continue
         # Mostly there is nothing to carry over, and a copy is dear for one of a hundred thousand names.
         if current.rules or current.remark:
-            claim = replace(claim, rules=current.rules + claim.rules, remark=current.remark or claim.remark)
+            claim = replace(
+                claim,
+                rules=current.rules + claim.rules,
+                remark=current.remark or claim.remark,
+                automatic=current.automatic + claim.automatic,
+            )
         current = claim
         if current.is_final:
             break

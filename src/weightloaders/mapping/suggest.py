@@ -1,8 +1,4 @@
-"""Wrappers, prefixes, nearest names: what is done to names without being asked, and what is only suggested.
-
-Only well-known wrappers and spellings are mended by themselves, and well-known prefixes where that makes the plan
-whole. Any other common prefix is pointed out, with the rule that would mend it.
-"""
+"""Prefixes and nearest names: what is only suggested, with the rule that would mend it; and names by their modules."""
 
 from __future__ import annotations
 
@@ -10,22 +6,12 @@ import difflib
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from weightloaders.mapping.names import Claim
 from weightloaders.mapping.patterns import shown
 from weightloaders.mapping.rules import Rename
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-# Segments that wrappers put into names: DataParallel and DDP, torch.compile, FSDP, activation checkpointing.
-WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# Prefixes under which whole models are commonly kept.
-KNOWN_PREFIXES = ("model", "transformer", "language_model", "net", "state_dict")
-# One parameter's two spellings in torch: weight_norm before and after parametrizations.
-_SPELLINGS = (
-    ("weight_g", "parametrizations.weight.original0"),
-    ("weight_v", "parametrizations.weight.original1"),
-)
 # Looking for the nearest of more names than this, or of longer ones, is slow and no help.
 _MAX_CANDIDATES = 2000
 _MAX_LENGTH = 300
@@ -35,111 +21,10 @@ _MAX_DEPTH = 50
 _FEW = 8
 
 
-class WrapperMapper:
-    """Makes up for wrappers at any depth: those of the source are removed, those of the model put in."""
-
-    automatic = True
-
-    def __init__(self, own: Collection[str]) -> None:
-        self._names: dict[str, str] = {}
-        self._modules: dict[str, str] = {}
-        for name in own:
-            if not WRAPPERS.isdisjoint(name.split(".")):
-                self._add(name)
-
-    def _add(self, name: str) -> None:
-        """Remember what a name, and each module on its way, is called without wrappers."""
-        plain: list[str] = []
-        wrapped: list[str] = []
-        for segment in name.split("."):
-            if segment not in WRAPPERS:
-                self._modules.setdefault(".".join(plain), ".".join(wrapped))
-                plain.append(segment)
-            wrapped.append(segment)
-        self._names.setdefault(".".join(plain), name)
-
-    def claim(self, name: str) -> Claim | None:
-        """See `Mapper.claim`."""
-        segments = name.split(".")
-        kept = [s for s in segments if s not in WRAPPERS]
-        plain = ".".join(kept)
-        # What is fused or converted later has no counterpart yet, but lies in a module that has one.
-        target = self._names.get(plain) or self._in_wrapped_module(kept) or plain
-        if target in ("", name):
-            return None
-        removed = dict.fromkeys(s for s in segments if s in WRAPPERS)
-        return Claim(target, (f"wrapper removed: {', '.join(removed)}" if removed else "wrapper added",))
-
-    def _in_wrapped_module(self, segments: Sequence[str]) -> str | None:
-        for cut in range(min(len(segments) - 1, _MAX_DEPTH), -1, -1) if self._modules else ():
-            module = self._modules.get(".".join(segments[:cut]))
-            if module is not None:
-                return ".".join((module, *segments[cut:])).removeprefix(".")
-        return None
-
-
-class SpellingMapper:
-    """Torch's own old and new spellings of one parameter, whichever of them the model has."""
-
-    automatic = True
-
-    def __init__(self, own: Collection[str]) -> None:
-        self._spelled = {
-            name.removesuffix(there) + here: name
-            for name in own
-            for pair in _SPELLINGS
-            for here, there in (pair, pair[::-1])
-            if name == there or name.endswith("." + there)
-        }
-
-    def claim(self, name: str) -> Claim | None:
-        """See `Mapper.claim`."""
-        target = self._spelled.get(name)
-        return None if target is None else Claim(target, (f"weight_norm's other spelling: {name} -> {target}",))
-
-
-class PrefixMapper:
-    """Strips or adds one prefix."""
-
-    automatic = True
-
-    def __init__(self, rename: Rename) -> None:
-        self.rename = rename
-
-    def claim(self, name: str) -> Claim | None:
-        """See `Mapper.claim`."""
-        renamed = plainly_renamed(self.rename, name)
-        return None if renamed is None else Claim(renamed, (f"automatic: {self.rename}",))
-
-
-class FirstFitMapper:
-    """Strips or adds a known prefix for one name at a time, where exactly one result is the model's own name.
-
-    For streams, which can't be looked at as a whole.
-    """
-
-    automatic = True
-
-    def __init__(self, own: Collection[str], base_model_prefix: str | None) -> None:
-        self._own = own
-        self._prefixes = [PrefixMapper(rename) for rename in known_prefixes(base_model_prefix)]
-
-    def claim(self, name: str) -> Claim | None:
-        """See `Mapper.claim`."""
-        claims = {c.target: c for mapper in self._prefixes if (c := mapper.claim(name)) and c.target in self._own}
-        return next(iter(claims.values())) if len(claims) == 1 else None
-
-
 def plainly_renamed(rename: Rename, name: str) -> str | None:
     """What a rename makes of a name, as it is to be read; None where it doesn't match."""
     renamed = rename.apply(name)
     return None if renamed is None else shown(renamed)
-
-
-def known_prefixes(base_model_prefix: str | None) -> list[Rename]:
-    """The prefixes that may be stripped or added without being asked."""
-    prefixes = dict.fromkeys([*([base_model_prefix] if base_model_prefix else []), *KNOWN_PREFIXES])
-    return [rename for p in prefixes for rename in (Rename(p, ""), Rename("", p))]
 
 
 def prefix_suggestion(names: Collection[str], own: Collection[str]) -> Rename | None:
