@@ -97,7 +97,7 @@ def select_files(
         raise SourceNotFoundError(
             f"{path} {kind}",
             file=path,
-            hint="check the path; a repository on the hub is read by the loader 'hf', as org/name",
+            hint="check the path; a repository on the hub is read by the loader 'hf', an https address by 'http'",
         )
     listing = FolderListing(path if kind else path.parent)
     if kind:
