@@ -538,6 +538,22 @@ def test_files_that_are_listed_but_refused_are_explained(
     assert TOKEN not in "".join(traceback.format_exception(raised.value))
 
 
+def test_a_revision_is_the_weights_own_and_not_that_of_the_repository_with_the_config(
+    hub: Hub, cache: Path, llama: Path, llama_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    hub.commits[NEWER] = llama_files
+    listing = {"id": "org/config", "sha": "2" * 40, "siblings": [{"rfilename": "config.json"}]}
+    hub.api.odd["/api/models/org/config/revision/main"] = lambda _: (200, {}, json.dumps(listing).encode())
+    hub.api.files[f"/org/config/resolve/{'2' * 40}/config.json"] = llama_files["config.json"]
+    run("plan", "hf://org/name", "--model", "hf://org/config", "--option", f"revision='{NEWER}'", "--quiet")
+    asked = [path.partition("?")[0] for path in hub.api.asked if "/api/" in path]
+    assert asked == ["/api/models/org/config/revision/main", f"/api/models/org/name/revision/{NEWER}"]
+    assert not cache.exists()
+
+
 def test_only_what_a_model_is_built_from_is_fetched_and_not_into_the_cache(hub: Hub, cache: Path) -> None:
     hub.commits[COMMIT] |= {"config.json": b"{}", "tokenizer.json": b"never", "merges.txt": b"never"}
     with headers_only():
