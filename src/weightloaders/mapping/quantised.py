@@ -235,6 +235,44 @@ def _half(name: str, part: str, other: str, what: str) -> IncompleteCheckpointEr
     )
 
 
+def one_by_one(
+    converter: Any,
+    slots: Mapping[str, Sequence[torch.Tensor]],
+    run: Callable[[Mapping[str, Sequence[torch.Tensor]]], dict[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """De-quantise experts one by one, where they only lie one behind the other in the result.
+
+    All at once each would be in memory several times: de-quantised, stacked, and joined with others.
+
+    Args:
+        converter: transformers' conversion.
+        slots: Pattern of a source -> the tensors of that kind, of one expert after the other.
+        run: What the conversion makes of some of them.
+    """
+    counts = {len(tensors) for tensors in slots.values() if tensors}
+    alike = all(len({tensor.shape for tensor in tensors}) <= 1 for tensors in slots.values())
+    if len(counts) != 1 or counts == {1} or not alike or not all(map(_keeps_experts_apart, converter.operations[1:])):
+        return run(slots)
+    (count,) = counts
+    results: dict[str, torch.Tensor] = {}
+    for expert in range(count):
+        one = run({pattern: tensors[expert : expert + 1] for pattern, tensors in slots.items()})
+        for name, result in one.items():
+            if name not in results:
+                results[name] = result.new_empty((count, *result.shape[1:]))
+            results[name][expert] = result[0]
+        if all(result.is_meta for result in one.values()):
+            # Without values there is nothing more to be had.
+            break
+    return results
+
+
+def _keeps_experts_apart(operation: Any) -> bool:
+    """Whether an operation leaves the first dimension, which is the experts', alone once it is there."""
+    kind, dim = type(operation).__name__, getattr(operation, "dim", -1)
+    return (kind == "MergeModulelist" and dim == 0) or (kind == "Concatenate" and dim > 0)
+
+
 def _with_whole_blocks(
     dequantise: Callable[..., torch.Tensor],
     block: Sequence[int],

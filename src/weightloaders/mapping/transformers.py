@@ -8,21 +8,21 @@ says so.
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.names import Claim, Group, as_index
-from weightloaders.mapping.quantised import quantisation_of
+from weightloaders.mapping.quantised import one_by_one, quantisation_of
 from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -127,7 +127,7 @@ class ConversionMapper:
             lists=tuple(p in self._indices for p in converter.source_patterns),
             # Of several only the first is known by name; without it transformers takes none of them.
             targets=(renamed,),
-            function=functools.partial(self._convert, converter=converter, target=renamed),
+            function=_Conversion(self, converter, renamed),
             rule=f"transformers: {' + '.join(map(repr, converter.operations))}",
             # Some conversions take scales that only the quantised variant of a checkpoint has.
             lenient=True,
@@ -148,9 +148,32 @@ class ConversionMapper:
         numbers = [n for segment in name.split(".") if (n := as_index(segment)) is not None]
         return numbers[-1] if numbers else None
 
-    def _convert(
-        self, tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]], *, converter: Any, target: str
+    def conversion_again(
+        self, target: str, patterns: Sequence[str], operations: Sequence[str], sources: Mapping[str, str]
+    ) -> Callable[[Sequence[Any]], dict[str, torch.Tensor]] | None:
+        """The function of a group of an earlier plan; None where transformers has no such conversion for the model now.
+
+        Args:
+            target: The first parameter that it makes.
+            patterns: transformers' patterns of its sources.
+            operations: The names of transformers' operations.
+            sources: Pattern -> the name of one source.
+        """
+        converter = self._by_pattern.get(patterns[0]) if patterns else None
+        if converter is None or (list(patterns), list(operations)) != _told_by(converter):
+            return None
+        if self._quantisation:
+            self._sources[target].update(sources)
+        return _Conversion(self, converter, target)
+
+    def sources_of(self, target: str) -> dict[str, str]:
+        """Of each pattern that leads to a target, the name of one source, where the checkpoint is quantised."""
+        return dict(self._sources.get(target, {}))
+
+    def convert(
+        self, tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]], converter: Any, target: str
     ) -> dict[str, torch.Tensor]:
+        """Run a conversion of transformers for one group."""
         wanted = self._own[target].dtype if target in self._own else None
         found = {
             pattern: [parts] if isinstance(parts, torch.Tensor) else parts
@@ -161,11 +184,16 @@ class ConversionMapper:
             if self._quantisation.has_codes(found, self._sources[target]):
                 if any(isinstance(part, SymbolicTensor) for parts in found.values() for part in parts):
                     raise Untraceable(f"{self._quantisation.method} codes are multiplied by their scales")
-                # The scales are not the model's to cast.
-                wanted = None
                 self._quantisation.complete_blocks(run)
-            elif len(converter.operations) == 1 and (weight := self._quantisation.plain_weight(found)) is not None:
+                # The scales are not the model's to cast.
+                return one_by_one(run, found, lambda part: self._run(run, target, part, None))
+            if len(converter.operations) == 1 and (weight := self._quantisation.plain_weight(found)) is not None:
                 return {target: weight}
+        return self._run(run, target, found, wanted)
+
+    def _run(
+        self, run: Any, target: str, found: Mapping[str, Sequence[torch.Tensor]], wanted: torch.dtype | None
+    ) -> dict[str, torch.Tensor]:
         for pattern, parts in found.items():
             for part in parts:
                 # What is arithmetic is done in the model's dtype, as transformers does it; a plain move is cast later.
@@ -173,6 +201,34 @@ class ConversionMapper:
                 run.add_tensor(target, target, pattern, part.to(wanted) if cast else part)
         results = run.convert(target, model=self._model, config=getattr(self._model, "config", None))
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """A conversion of transformers for one group, which can say what makes it again (see `mapping.recipes`)."""
+
+    mapper: ConversionMapper
+    converter: Any
+    target: str
+
+    def __call__(self, tensors: Sequence[Any]) -> dict[str, torch.Tensor]:
+        return self.mapper.convert(tensors, self.converter, self.target)
+
+    def as_data(self) -> dict[str, Any]:
+        patterns, operations = _told_by(self.converter)
+        sources = self.mapper.sources_of(self.target)
+        return {
+            "kind": "transformers",
+            "target": self.target,
+            "patterns": patterns,
+            "operations": operations,
+            "sources": sources,
+        }
+
+
+def _told_by(converter: Any) -> tuple[list[str], list[str]]:
+    """What tells a conversion of transformers from its others."""
+    return list(converter.source_patterns), [type(operation).__name__ for operation in converter.operations]
 
 
 def _with_index(pattern: str) -> str:
