@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
 from weightloaders.errors import ConfigError, ModelError, SaveError
 from weightloaders.loaders.headers_only import headers_only
 from weightloaders.loaders.place import as_name
-from weightloaders.loading import check_usable, get_weights, is_borrowed, make_plan
+from weightloaders.loading import (
+    check_usable,
+    get_weights,
+    is_borrowed,
+    load_origin,
+    make_plan,
+    origin_of,
+)
+from weightloaders.plan import Policies
 from weightloaders.prepare import load_context, load_from, prepare, resolve_loader
 from weightloaders.registry import WeightLoaderRegistry
+from weightloaders.saving import checkpoint_layout
 from weightloaders.targets import Targets
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
 from weightloaders.weights.texts import brief
 from weightloaders.weights.weights import Weights, as_catalogue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
+    from weightloaders.loading import Origin
     from weightloaders.loading.context import Verify
     from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
+    from weightloaders.weights.safetensors import Described
+
+Layout = Literal["model", "checkpoint"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -206,14 +219,40 @@ def from_pretrained(
     return prepared.model, prepared.fill()
 
 
-def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | str = "5GB") -> tuple[Path, ...]:
-    """Write a model's parameters and persistent buffers as safetensors, atomically; tied ones once.
+def save_weights(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    layout: Layout = "model",
+    max_shard_size: int | str = "5GB",
+    dtype: Literal["stored"] | None = None,
+    on_missing: PolicyOption = "error",
+    like: Any = None,
+    rules: Any = None,
+    loader: Any = "auto",
+    loader_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[Path, ...]:
+    """Write a model's parameters and persistent buffers as safetensors, atomically.
+
+    In its own layout everything has the model's names, and what is tied is written once. In the checkpoint's, each
+    tensor has the name and shape that it had when the model was loaded: what was fused is taken apart, what was
+    transposed is turned back. Before anything is written it is proved that each element is at hand exactly once.
 
     Args:
         model: The model.
         path: A folder (``model.safetensors``, or shards with an index), or a file that ends in ``.safetensors``. It
             may be what the model was loaded from.
+        layout: ``"model"`` or ``"checkpoint"``.
         max_shard_size: Bytes a shard, as a number or like ``"5GB"``.
+        dtype: ``"stored"``: the dtype that each tensor had in the checkpoint. Default: the model's own.
+        on_missing: What is done about tensors of the checkpoint whose values are not in the model, for they were
+            dropped, not taken or computed with: ``"error"``; ``"warn"`` or ``"ignore"`` leave them out; or a dict of
+            name pattern -> one of these. What is computed rather than learnt is left out with a warning.
+        like: The checkpoint whose layout is wanted, if not the one that the model was last loaded from: a source, of
+            which only the headers are read, or weights themselves.
+        rules: The rules by which it would be loaded.
+        loader: Who opens it.
+        loader_kwargs: Options for that.
 
     Returns:
         The files written.
@@ -221,7 +260,8 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
     Raises:
         HalfLoadedModelError: If the last load into the model failed on the way.
         ModelError: If the model is none.
-        ConfigError: If the size is none.
+        ConfigError: If the size is none, or the arguments don't go together.
+        PlanError: If the other checkpoint does not fit the model.
         SaveError: If something can't be written, or somebody else is saving there; what was there before stays.
     """
     if not isinstance(model, nn.Module):
@@ -231,17 +271,58 @@ def save_weights(model: nn.Module, path: str | Path, *, max_shard_size: int | st
         raise SaveError(f"weights are saved to a str or a Path, not {_a(given)}", hint='e.g. "./folder"')
     shard_size = parse_size(max_shard_size)
     check_usable(model)
+    policies = Policies(missing=on_missing)
+    infos: Sequence[Described]
+    if layout == "checkpoint" and dtype in (None, "stored"):
+        origin = _origin(model, like, rules, loader, loader_kwargs)
+        infos, tensor = checkpoint_layout(model, origin, policies, stored_dtype=dtype == "stored")
+    elif layout == "model" and dtype is like is rules is None:
+        infos, tensor = _own_layout(model)
+    else:
+        raise ConfigError(
+            f"layout={layout!r} with dtype={dtype!r} can't be",
+            hint="a layout is 'model' or 'checkpoint'; only with the latter go dtype='stored', like=... and rules=...",
+        )
+    path = Path(path)
+    metadata = {"format": "pt"}
+    if path.suffix == ".safetensors":
+        write_safetensors(path, infos, tensor, metadata)
+        return (path,)
+    return write_sharded(path, infos, tensor, max_shard_size=shard_size, metadata=metadata)
+
+
+def _own_layout(model: nn.Module) -> tuple[list[Described], Callable[[str], torch.Tensor]]:
     targets = Targets(model)
     # Safetensors refuses two names for one memory, and who reads the file ties them again.
     kept = [target for name, target in targets.by_name.items() if targets.canonical[name] == name]
-    path = Path(path)
     tensors = {target.name: target.tensor.detach() for target in kept}
-    infos = [_Described(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    metadata = {"format": "pt"}
-    if path.suffix == ".safetensors":
-        write_safetensors(path, infos, tensors.__getitem__, metadata)
-        return (path,)
-    return write_sharded(path, infos, tensors.__getitem__, max_shard_size=shard_size, metadata=metadata)
+    infos: list[Described] = [_Described(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    return infos, tensors.__getitem__
+
+
+def _origin(model: nn.Module, like: Any, rules: Any, loader: Any, loader_kwargs: Mapping[str, Any] | None) -> Origin:
+    """What a model was loaded from, or would be."""
+    if like is None:
+        if rules is not None:
+            raise ConfigError("rules lead from a checkpoint's names, so like=<that checkpoint> goes with them")
+        origin = load_origin(model)
+        if origin is None:
+            raise SaveError(
+                "it is not known how this model was made of its checkpoint: it was not loaded here as a whole, or by "
+                "code of its own",
+                hint="name a checkpoint of that layout: like=<folder, file or hub id>, and the rules by which it loads",
+            )
+        return origin
+    context = load_context(rules)
+    opened = isinstance(like, str | Path)
+    weights = open_weights(like, loader, **(loader_kwargs or {})) if opened else as_catalogue(like)
+    try:
+        plan = make_plan(model, weights, context)
+        plan.raise_if_errors()
+        return origin_of(plan, weights.infos(), Targets(model))
+    finally:
+        if opened:
+            weights.close()
 
 
 def safetensors_weights_iterator(

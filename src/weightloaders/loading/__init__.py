@@ -10,17 +10,21 @@ from weightloaders.loading.loading import (
     load_planned,
     make_plan,
 )
-from weightloaders.loading.status import check_usable, load_status
+from weightloaders.loading.origin import Origin, origin_of
+from weightloaders.loading.status import check_usable, load_origin, load_status
 
 __all__ = [
     "LoadContext",
+    "Origin",
     "check_usable",
     "default_weight_loader",
     "get_weights",
     "is_borrowed",
     "load",
     "load_given",
+    "load_origin",
     "load_planned",
     "load_status",
     "make_plan",
+    "origin_of",
 ]

@@ -166,7 +166,7 @@ def load_planned(model: nn.Module, weights: Any, *, borrowed: bool = False) -> L
     if isinstance(wrapped, Stream):
         return load_stream(model, wrapped, context)
     targets = targets_of(model, context)
-    return run(_plan(model, wrapped, targets, context), model, targets, context)
+    return run(_plan(model, wrapped, targets, context), model, targets, context, wrapped.infos())
 
 
 def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadPlan:
@@ -185,7 +185,7 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
         check_is_module(model)
         with alone(model):
             weights.check_open()
-            report = run(plan, model, targets, context)
+            report = run(plan, model, targets, context, weights.infos())
             make_ties(model, context, report.loaded)
             return report
 

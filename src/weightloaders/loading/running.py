@@ -12,6 +12,7 @@ import torch
 from weightloaders import hooks
 from weightloaders.errors import LoadError, PlanError
 from weightloaders.loading.nesting import active_watches, is_nested, watching
+from weightloaders.loading.origin import origin_of
 from weightloaders.loading.preparing import groundwork, report_of, show_progress, targets_of, warn_of
 from weightloaders.loading.status import marking
 from weightloaders.loading.watching import settle
@@ -24,7 +25,7 @@ from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from weightloaders.transfer.engine import ProgressEvent
 
 
-def run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext) -> LoadReport:
+def run(
+    plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, catalogue: Sequence[TensorInfo]
+) -> LoadReport:
     """Carry a plan out.
 
     Args:
@@ -42,6 +45,7 @@ def run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext
         model: The model it was made for.
         targets: What the model wanted filled when the plan was made.
         context: What was asked for.
+        catalogue: What the source holds.
 
     Raises:
         PlanError: If the plan has errors, a hook refuses, or the model is not what it was; nothing was touched.
@@ -75,6 +79,7 @@ def run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext
                     watch.filled_by_us(target.tensor)
             if context.verify == "finite":
                 check_finite(filled)
+            mark.origin = origin_of(plan, catalogue, now)
     finally:
         # They are opened again when they are needed again.
         close_files(frozenset(extent.source.name for info in infos for extent in info.extents))

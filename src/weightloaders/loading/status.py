@@ -1,4 +1,7 @@
-"""What is remembered of a model's last load: a model that a failed load left half-loaded is not used or saved."""
+"""What is remembered of a model's last load: what it was loaded from, or that it failed on the way.
+
+A model that a failed load left half-loaded is not used or saved.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,25 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from weightloaders.loading.origin import Origin
+
 # Where a module keeps why it is half-loaded: a copy of a half-loaded model, pickled or not, is one too.
 _FAILED = "_weightloaders_failed"
 # By identity, and held weakly: it must neither keep a model alive nor depend on how it compares.
-_loaded: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
+_loaded: MutableMapping[nn.Module, Origin | None] = WeakIdKeyDictionary()
 
 
 @dataclass(slots=True)
 class Mark:
-    """Whether a load has touched its model yet."""
+    """What a load says of itself.
+
+    Attributes:
+        touched: Whether it has touched its model yet.
+        origin: What it loaded the model from, where that can be told.
+    """
 
     touched: bool = False
+    origin: Origin | None = None
 
 
 @contextlib.contextmanager
@@ -46,7 +57,7 @@ def marking(model: nn.Module) -> Iterator[Mark]:
         raise
     for module in model.modules():
         vars(module).pop(_FAILED, None)
-    _loaded[model] = True
+    _loaded[model] = mark.origin
 
 
 def _reason(model: nn.Module) -> str | None:
@@ -59,6 +70,11 @@ def load_status(model: nn.Module) -> Literal["loaded", "failed"] | None:
     if _reason(model) is not None:
         return "failed"
     return "loaded" if model in _loaded else None
+
+
+def load_origin(model: nn.Module) -> Origin | None:
+    """What a model was last loaded from; None where that can't be told, or there was no load."""
+    return _loaded.get(model)
 
 
 def check_usable(model: nn.Module) -> None:

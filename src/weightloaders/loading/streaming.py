@@ -24,6 +24,7 @@ from weightloaders.errors import (
     summary,
 )
 from weightloaders.loading.nesting import is_nested, watching
+from weightloaders.loading.origin import Recorder
 from weightloaders.loading.preparing import (
     groundwork_for_all,
     mappers_for,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weightloaders.loading.context import LoadContext
+    from weightloaders.loading.origin import Origin
     from weightloaders.mapping.names import Claim
     from weightloaders.report import LoadReport
     from weightloaders.targets import Targets
@@ -94,6 +96,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
             settle(watch, model, context, "the parameters' own weight_loader", loading.moved)
         if context.verify == "finite":
             check_finite(loading.placing.targets.by_name[name] for name in loading.moved.written)
+        mark.origin = loading.origin()
     plan = loading.placing.plan
     warn_of(plan)
     report = report_of(plan, loading.moved, context, prepared, time.perf_counter() - start)
@@ -131,6 +134,7 @@ class _Loading:
         self.moved = Transferred()
         self.sources: dict[str, str] = {}
         self._mappers, self._borrowed, self._mark, self._progress = mappers, stream.borrowed, mark, progress
+        self._recorder = Recorder()
         self._groups: dict[Any, GroupState] = {}
         self._held = 0
         # Only names, dtypes and shapes are remembered; the tensors go.
@@ -251,9 +255,14 @@ class _Loading:
             error.written = tuple(sorted({*self.moved.written, *error.written}))
             raise
         self.sources.update(sources_of(plan))
+        self._recorder.add(plan.steps)
         plan.steps.clear()
         self.moved.written |= moved.written
         self.moved.infinities.extend(moved.infinities)
+
+    def origin(self) -> Origin:
+        """What the model was loaded from."""
+        return self._recorder.origin(self.placing.plan, self._seen.values(), self.placing.targets)
 
     def finish(self, raw: set[str]) -> None:
         """The stream has ended: what is incomplete or missing?

@@ -17,7 +17,7 @@ from weightloaders import hooks
 from weightloaders.errors import CoverageError, LoadError, WeightLoadersError, summary
 from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
-from weightloaders.loading.status import marking
+from weightloaders.loading.status import load_origin, marking
 from weightloaders.mapping import transformers as hf
 from weightloaders.plan import LoadPlan, listed
 from weightloaders.report import LoadReport
@@ -228,6 +228,9 @@ def _by_others(
         if context.verify == "finite":
             by_name = targets_of(model, context).by_name
             check_finite(by_name[name] for name in covered.filled if name in by_name)
+        if isinstance(inner, LoadReport) and set(covered.filled) <= {*inner.loaded, *inner.tied}:
+            # The default way did all of it, and knows what it was.
+            mark.origin = load_origin(model)
     plan.missing = covered.missing
     report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
     report.loaded = covered.filled

@@ -158,7 +158,7 @@ def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Job
 def _fill(value: float, parts: Sequence[Placement], target: Target) -> None:
     flat = target.tensor.detach().view(-1)
     for placed in parts:
-        _strided(flat, placed, 2, 0).fill_(value)
+        strided(flat, placed, 2, 0).fill_(value)
 
 
 def _reads_straight(placed: Placement, parts: int, info: TensorInfo, extent: Extent, target: Target) -> bool:
@@ -272,10 +272,10 @@ def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target
     """Copy parts of a source, of which ``values`` has the elements from ``start`` on, to where they belong."""
     flat = target.tensor.detach().view(-1)
     for placed in parts:
-        _store(_strided(values, placed, 1, start), _strided(flat, placed, 2, 0), target, space)
+        _store(strided(values, placed, 1, start), strided(flat, placed, 2, 0), target, space)
 
 
-def _strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:
+def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:
     """One side of a copy as a view of a flat tensor, of which the first element has the address ``first``."""
     low = placed.source_range[0] if side == 1 else placed.target_start
     sizes, steps = [dim[0] for dim in placed.dims], [abs(dim[side]) for dim in placed.dims]
