@@ -7,6 +7,7 @@ requests go through huggingface_hub's own client (https://huggingface.co/docs/hu
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import re
 import threading
@@ -174,12 +175,12 @@ class HttpSource(ByteSource):
             else:
                 spans.append((start, end))
         contents = in_parallel(lambda span: self.read(span[0], span[1] - span[0]), spans)
+        starts = [start for start, _ in spans]
         found = []
         for offset, length in places:
-            start, content = next(
-                (s, c) for (s, e), c in zip(spans, contents, strict=True) if s <= offset and offset + length <= e
-            )
-            found.append(content[offset - start : offset - start + length])
+            span = bisect.bisect_right(starts, offset) - 1
+            at = offset - starts[span]
+            found.append(contents[span][at : at + length])
         return found
 
     def _known(self) -> _Facts:
@@ -267,9 +268,7 @@ class HttpSource(ByteSource):
         # RuntimeError.
         except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
             detail = " ".join(str(error).split())
-            raise _TransientError(
-                f"can't be reached ({type(error).__name__}{': ' if detail else ''}{detail})"
-            ) from error
+            raise _TransientError(f"can't be read ({type(error).__name__}{': ' if detail else ''}{detail})") from error
         raise self._error("leads from one address to another without end")
 
     def _request(self, client: Any, url: str, headers: Mapping[str, str], timeout: float) -> Any:
