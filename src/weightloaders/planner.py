@@ -11,6 +11,7 @@ from weightloaders.mapping.names import Claim, Mapper, claim_name, natural_order
 from weightloaders.mapping.rules import Rename, RuleMapper
 from weightloaders.placing import GroupState, Placing
 from weightloaders.plan import Finding, LoadPlan, Policies, listed, step_infos, step_targets
+from weightloaders.weights.collector import collector_paused
 
 if TYPE_CHECKING:
     import re
@@ -68,6 +69,7 @@ class Planner:
         self._ignore_unexpected = ignore_unexpected
         self._automatic_from = automatic_from
 
+    @collector_paused()
     def plan(
         self, infos: Sequence[TensorInfo], *, notes: Sequence[str] = (), skipped: Mapping[str, str] | None = None
     ) -> LoadPlan:

@@ -9,8 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import DuplicateTensorError, IncompleteCheckpointError
+from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.reading import same_values
-from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_safetensors
+from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_header, understand_header
 from weightloaders.weights.source import close_files
 from weightloaders.weights.torch_zip import read_torch
 from weightloaders.weights.weights import Weights
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from weightloaders.weights.files import Selection
     from weightloaders.weights.index import Index
     from weightloaders.weights.info import TensorInfo
+    from weightloaders.weights.source import ByteSource
 
 # Headers are short and far away at worst (a network file system, a hub): waiting is what threads save here.
 _THREADS = 16
 _SHOWN = 6
 
 
+@collector_paused()
 def catalogue(
     selection: Selection,
     *,
@@ -79,15 +82,20 @@ class _Contents:
 
 
 def _read_headers(selection: Selection, max_header_bytes: int) -> dict[str, _Contents]:
-    def read(file: str) -> _Contents:
+    def read(file: str) -> tuple[ByteSource, bytes]:
         source = selection.listing.open(file)
-        header = read_safetensors(source, max_header_bytes=max_header_bytes)
+        return source, read_header(source, max_header_bytes)
+
+    def understood(source: ByteSource, raw: bytes) -> _Contents:
+        header = understand_header(source, raw)
         return _Contents(source.name, header.infos, header.metadata)
 
     if len(selection.files) == 1:
-        return {file: read(file) for file in selection.files}
+        return {file: understood(*read(file)) for file in selection.files}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-headers") as pool:
-        return dict(zip(selection.files, pool.map(read, selection.files), strict=True))
+        # Only one thread at a time can run Python, so what is read is understood here, while more is being read.
+        headers = pool.map(read, selection.files)
+        return {file: understood(*header) for file, header in zip(selection.files, headers, strict=True)}
 
 
 def _read_pickles(selection: Selection, key: str | None, safe_globals: Sequence[Any]) -> dict[str, _Contents]:

@@ -6,8 +6,6 @@ other; see https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import re
@@ -19,6 +17,7 @@ import torch
 
 from weightloaders.errors import CheckpointFormatError, SaveError
 from weightloaders.weights.atomic import make_durable, replaced_file, replaced_files, saving
+from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.info import HOST_BYTEORDER, Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, memory_of, swap_bytes
 from weightloaders.weights.safetensors_header import DTYPES, METADATA, NotAHeaderError, parse_header
@@ -26,7 +25,7 @@ from weightloaders.weights.sniff import SAFETENSORS, advice, describe_content
 from weightloaders.weights.texts import is_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import BinaryIO
 
     from weightloaders.weights.source import ByteSource
@@ -70,10 +69,33 @@ def read_safetensors(source: ByteSource, *, max_header_bytes: int = MAX_HEADER_B
         UnsupportedDtypeError: If a tensor's dtype is one that this torch does not have.
         SourceReadError: If it can't be read.
     """
-    raw = _raw_header(source, max_header_bytes)
+    return understand_header(source, read_header(source, max_header_bytes))
+
+
+def read_header(source: ByteSource, max_header_bytes: int = MAX_HEADER_BYTES) -> bytes:
+    """The bytes of a header, not yet looked at. Raises as `read_safetensors`."""
+    size = source.size
+    if size < 8:
+        raise _wrong_content(source, f"has only {size} bytes, fewer than any safetensors file")
+    length = int.from_bytes(source.read(0, 8), "little")
+    if length > max_header_bytes:
+        raise _wrong_content(
+            source,
+            f"claims a header of {length} bytes, more than the limit of {max_header_bytes} (the file has {size} bytes)",
+            hint="raise the limit (max_header_bytes) if the file is to be trusted; else fetch it again",
+        )
+    if length > size - 8:
+        raise _wrong_content(
+            source, f"is truncated: its header has {length} bytes by its own word, but only {size - 8} are there"
+        )
+    return source.read(8, length)
+
+
+def understand_header(source: ByteSource, raw: bytes) -> SafetensorsFile:
+    """What the bytes of a header say. Raises as `read_safetensors`."""
     start = 8 + len(raw)
     try:
-        with _collector_paused():
+        with collector_paused():
             entries, metadata = parse_header(raw, source.size - start, source.name)
             infos = [
                 TensorInfo(name, dtype, shape, Extent(source, start + begin, end - begin))
@@ -82,38 +104,6 @@ def read_safetensors(source: ByteSource, *, max_header_bytes: int = MAX_HEADER_B
     except NotAHeaderError as error:
         raise _wrong_content(source, str(error)) from error
     return SafetensorsFile(tuple(infos), metadata)
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    # A catalogue of a hundred thousand tensors is a million new objects, none of them garbage; looking through them
-    # again and again takes longer than making them.
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _raw_header(source: ByteSource, limit: int) -> bytes:
-    size = source.size
-    if size < 8:
-        raise _wrong_content(source, f"has only {size} bytes, fewer than any safetensors file")
-    length = int.from_bytes(source.read(0, 8), "little")
-    if length > limit:
-        raise _wrong_content(
-            source,
-            f"claims a header of {length} bytes, more than the limit of {limit} (the file has {size} bytes)",
-            hint="raise the limit (max_header_bytes) if the file is to be trusted; else fetch it again",
-        )
-    if length > size - 8:
-        raise _wrong_content(
-            source, f"is truncated: its header has {length} bytes by its own word, but only {size - 8} are there"
-        )
-    return source.read(8, length)
 
 
 def _wrong_content(source: ByteSource, problem: str, *, hint: str | None = None) -> CheckpointFormatError:
