@@ -270,6 +270,46 @@ def test_a_plan_computes_the_codes_group_by_group_and_says_why(folder: Callable[
     assert "up_proj.weight_scale_inv" in plan.explain("model.layers.0.mlp.up_proj.weight")
 
 
+def eighth(weight: torch.Tensor) -> torch.Tensor:
+    return (weight.float() * 100).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("method", "parts"),
+    [
+        (
+            {**FP8, "activation_scheme": "static", "weight_block_size": None},
+            lambda w: {"weight": eighth(w), "weight_scale_inv": torch.rand(()), "activation_scale": torch.rand(())},
+        ),
+        (FP8, lambda w: {"weight": eighth(w), "scale": torch.rand(w.shape[0] // 16, w.shape[1] // 16)}),
+        (
+            {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+            lambda w: {
+                "weight": eighth(w),
+                "weight_scale_inv": torch.randint(118, 124, (w.shape[0], w.shape[1] // 32), dtype=torch.uint8),
+            },
+        ),
+        (
+            {**FP8, "scale_fmt": "ue8m0"},
+            lambda w: {
+                "weight": torch.randint(-128, 127, (w.shape[0], w.shape[1] // 2), dtype=torch.int8),
+                "weight_scale_inv": torch.rand(w.shape[0], w.shape[1] // 32).to(torch.float8_e8m0fnu),
+            },
+        ),
+    ],
+    ids=["one scale, static", "named scale", "mxfp8", "packed fp4"],
+)
+def test_other_kinds_of_codes_and_scales_load_alike(changed: Callable[..., Path], method: Any, parts: Any) -> None:
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for name, weight in list(tensors.items()):
+            if weight.dim() == 2 and "self_attn.o_proj" in name:
+                del tensors[name]
+                tensors.update({name.removesuffix("weight") + part: value for part, value in parts(weight).items()})
+
+    path = changed("plain deepseek", quantise, quantization_config=method)
+    assert_same(from_pretrained(path, progress=False)[0], theirs(path))
+
+
 def test_smaller_blocks_at_the_end_are_blocks_of_their_own(folder: Callable[[str], Path]) -> None:
     # transformers makes as many blocks of equal size of them, 4 of 14 rows instead of 3 of 16 and one of 8, and so
     # multiplies codes by the scales of other blocks.
@@ -484,7 +524,7 @@ def test_weights_are_not_quantised_while_they_are_loaded(folder: Callable[[str],
 @pytest.mark.parametrize(
     ("option", "error", "told"),
     [
-        ({"dequantise": True}, ConfigError, "has no option 'dequantise'"),
+        ({"dequantise": True}, ConfigError, "has no 'dequantise'; did you mean 'dequantize'"),
         ("fp8", ConfigError, "not 'fp8'"),
         (transformers.Mxfp4Config(dequantize=True), ModelError, "passing a Mxfp4Config"),
     ],

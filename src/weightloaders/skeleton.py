@@ -20,8 +20,8 @@ from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.mapping.dtypes import is_codes
-from weightloaders.mapping.quantised import Quantisation, quantisation_for, refusal
 from weightloaders.mapping.transformers import tied_names
+from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
 from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from weightloaders.mapping.quantised import Quantisation
     from weightloaders.weights.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Skeleton:
             model.tie_weights(missing_keys=missing, recompute_mapping=False)
         model.eval()
         now = dict(_named(model))
-        warnings = [] if self.quantisation is None else self.quantisation.finish(model)
+        warnings = [] if self.quantisation is None else complete(model, self.quantisation)
         return warnings + [
             f"the config ties {name} to {other}, but the source has different values for them; both are kept"
             for name, other in ties.items()
@@ -138,7 +139,8 @@ def build_skeleton(
     quantisation = quantisation_for(config, quantization_config, device, source or "the model")
     dtype = wanted or _own_dtype(config, stored_dtype)
     if quantisation is not None:
-        dtype = quantisation.dtype(dtype)
+        changed: torch.dtype = quantisation.quantizer.update_dtype(dtype)
+        dtype = changed
     # The config is saved with the model, and then says what it is loaded as.
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         if part is not None:
@@ -294,7 +296,7 @@ def _on_meta(
             stack.enter_context(context)
         model: nn.Module = _constructed(lambda: model_class(config, **kwargs), model_class)
         if quantisation is not None:
-            quantisation.prepare(model, dtype)
+            apply_to(model, quantisation, dtype)
     return model
 
 

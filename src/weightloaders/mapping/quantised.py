@@ -1,13 +1,12 @@
-"""Quantised checkpoints of transformers' models: its quantizer for a model, and what of a checkpoint belongs together.
+"""Quantised checkpoints of transformers' models: which tensors belong together, and what becomes of them.
 
-The quantizers are in pieces of transformers that are not public (``quantizers.auto``, ``HfQuantizer``; verified with
-5.24). A quantizer replaces modules before the load (a linear layer by one with codes and scales), or has the codes
-multiplied by their scales on the way (it *de-quantises*), and completes the model afterwards.
+transformers' quantizer for a model either replaced modules, so that codes and scales are parameters of their own and
+are filled like any others, or has the codes multiplied by their scales on the way: it *de-quantises*. These pieces are
+not public in transformers (``HfQuantizer``; verified with 5.24).
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weightloaders.errors import CheckpointFormatError, ConfigError, IncompleteCheckpointError, ModelError, summary
+from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
 from weightloaders.mapping.dtypes import is_codes
 
 if TYPE_CHECKING:
@@ -25,93 +24,35 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_DEQUANTISE = {"dequantize": True}
-_IF_PLAIN = "if its weights are plain after all, remove quantization_config from the config"
-_UNNAMED = "a method that its config does not name"
-
-
 class Quantisation:
     """How a model takes a quantised checkpoint.
 
     Args:
         quantizer: transformers' own for the checkpoint's method.
-        unasked: Whether de-quantising, if it does that, was decided by transformers and asked for by nobody.
+        asked: Whether somebody asked that the weights be de-quantised.
 
     Attributes:
         quantizer: See above.
+        asked: See above.
         transforms: transformers' renames and conversions of the last plan.
         met_codes: Whether a plan has met any codes.
     """
 
-    def __init__(self, quantizer: Any, *, unasked: bool = False) -> None:
+    def __init__(self, quantizer: Any, *, asked: bool = False) -> None:
         self.quantizer = quantizer
+        self.asked = asked
         self.transforms: list[Any] = []
         self.met_codes = False
-        self._unasked = unasked
 
     @property
     def method(self) -> str:
         """The method, as transformers calls it, e.g. ``fp8``."""
-        return _method_of(self.quantizer.quantization_config)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that the model is built in, where another was asked for."""
-        changed: torch.dtype = self.quantizer.update_dtype(dtype)
-        return changed
+        return method_of(self.quantizer.quantization_config)
 
     @property
     def dequantises(self) -> bool:
         """Whether the model has plain weights in the end."""
         return bool(getattr(self.quantizer.quantization_config, "dequantize", False))
-
-    def prepare(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Replace modules of a model on meta, as transformers does before it loads.
-
-        Raises:
-            ModelError: If transformers can't do that here, or puts the parameters together by code of its own.
-        """
-        try:
-            self.quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, use_kernels=False)
-            operations = self.quantizer.get_load_operations()
-        except Exception as error:
-            raise refusal(self.quantizer, error) from error
-        if not self.dequantises and "deserialize" in operations:
-            raise ModelError(
-                f"weights quantised with {self.method} are put together by code of transformers, one module at a time, "
-                "and that can't be planned",
-                hint=_way_out(self.quantizer) or "load this model with transformers' own from_pretrained",
-            )
-        _of_model[model] = self
-
-    def finish(self, model: Any) -> list[str]:
-        """Complete a model whose weights are in, as transformers does.
-
-        Returns:
-            What is worth a warning.
-
-        Raises:
-            ModelError: If transformers can't.
-        """
-        model.hf_quantizer = self.quantizer
-        # By these transformers' own save_pretrained finds back to the checkpoint's names and shapes.
-        model._weight_conversions = [t for t in self.transforms if t.was_used()]  # noqa: SLF001 -- see above
-        try:
-            self.quantizer.postprocess_model(model)
-        except Exception as error:
-            raise refusal(self.quantizer, error) from error
-        if not self.dequantises:
-            return []
-        what = f"weights quantised with {self.method}"
-        if not self.met_codes:
-            plain = "the source's are plain and were taken as they are; remove quantization_config from the config"
-            return [f"the config describes {what}, but {plain}"]
-        if not self._unasked:
-            return []
-        dtype = str(model.dtype).removeprefix("torch.")
-        why = f"transformers can't run them as they are here; quantization_config={_DEQUANTISE} asks for that"
-        return [f"{what} were de-quantised to {dtype}, for {why}"]
-
-    # -- what belongs together
 
     def loads(self, converter: Any) -> bool:
         """Whether a conversion of transformers takes codes with their scales: what it gets is not to be cast before."""
@@ -215,6 +156,11 @@ class Quantisation:
 _of_model: MutableMapping[Any, Quantisation] = WeakIdKeyDictionary()
 
 
+def remember(model: nn.Module, quantisation: Quantisation) -> None:
+    """From now on the model takes checkpoints that are quantised in this way."""
+    _of_model[model] = quantisation
+
+
 def quantisation_of(model: nn.Module) -> Quantisation | None:
     """How a model takes a quantised checkpoint; None for a plain one.
 
@@ -296,124 +242,12 @@ def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-# ------------------------------------------------------------------ finding the quantizer
-
-
-def quantisation_for(config: Any, wanted: Any, device: torch.device | None, source: str) -> Quantisation | None:
-    """The quantizer for a config, as transformers' own ``from_pretrained`` would choose it.
-
-    Args:
-        config: The model's; changed as transformers changes it.
-        wanted: The caller's ``quantization_config``: an object of transformers, or a mapping of options that differ.
-        device: Where the model is to be.
-        source: What the config is of, for messages.
-
-    Raises:
-        ModelError: If transformers does not know the method, or can't use it here.
-    """
-    declared = _declared(config)
-    if declared is None:
-        if wanted is not None:
-            raise ModelError(
-                "quantization_config was given, but by its config the checkpoint is not quantised, and weights are not "
-                "quantised while they are loaded",
-                hint="load it as it is and quantise the model then, or load it with transformers' own from_pretrained",
-            )
-        return None
-    method = _method_of(declared)
-    if wanted is not None and not isinstance(wanted, Mapping) and not hasattr(wanted, "quant_method"):
-        raise ConfigError(
-            f"quantization_config is one of transformers' configs or a mapping, not {wanted!r}",
-            hint=f"e.g. {_DEQUANTISE}",
-        )
-    try:
-        from transformers.quantizers.auto import AutoQuantizationConfig, get_hf_quantizer
-
-        if isinstance(wanted, Mapping):
-            wanted = _changed(AutoQuantizationConfig.from_dict(dict(_as_mapping(declared))), wanted)
-        asked = any(_told(told, "dequantize") for told in (wanted, declared))
-        placed = None if device is None else {"": device}
-        quantizer, _, _ = get_hf_quantizer(config, wanted, placed, weights_only=True, user_agent={})
-    except ConfigError:
-        raise
-    except Exception as error:
-        quantizer = _unchecked(declared, wanted)
-        raise refusal(quantizer, error, method, source) from error
-    if quantizer is None:
-        raise ModelError(
-            f"{source} is quantised with {method or _UNNAMED}, which this version of transformers does not know",
-            hint=_IF_PLAIN,
-        )
-    return Quantisation(quantizer, unasked=not asked)
-
-
-def _declared(config: Any) -> Any:
-    """What a config says of the checkpoint's quantisation; None if it says nothing."""
-    declared = getattr(config, "quantization_config", None)
-    if declared is None and hasattr(config, "get_text_config"):
-        declared = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    return declared
-
-
-def _as_mapping(declared: Any) -> Mapping[str, Any]:
-    return declared if isinstance(declared, Mapping) else declared.to_dict()
-
-
-def _changed(config: Any, options: Mapping[str, Any]) -> Any:
-    """A checkpoint's own config of transformers with some options changed."""
-    known = sorted(name for name in vars(config) if not name.startswith("_"))
-    for name, value in options.items():
-        if name not in known:
-            raise ConfigError(f"{type(config).__name__} has no option {name!r}", hint=f"it has {', '.join(known)}")
-        setattr(config, name, value)
-    return config
-
-
-def _told(declared: Any, key: str) -> Any:
+def told(declared: Any, key: str) -> Any:
+    """What a ``quantization_config``, an object of transformers or a mapping, says."""
     return declared.get(key) if isinstance(declared, Mapping) else getattr(declared, key, None)
 
 
-def _method_of(declared: Any) -> str:
-    method = _told(declared, "quant_method") or ("bitsandbytes" if _told(declared, "load_in_4bit") else "")
+def method_of(declared: Any) -> str:
+    """The method of a ``quantization_config``, e.g. ``fp8``; empty where it names none."""
+    method = told(declared, "quant_method") or ("bitsandbytes" if told(declared, "load_in_4bit") else "")
     return str(getattr(method, "value", method))
-
-
-def _unchecked(declared: Any, wanted: Any) -> Any:
-    """The same quantizer without its look at the machine; None if there is none."""
-    try:
-        from transformers.quantizers.auto import AutoHfQuantizer
-
-        merged = AutoHfQuantizer.merge_quantization_configs(copy.deepcopy(declared), wanted)
-        return AutoHfQuantizer.from_config(merged, pre_quantized=True)
-    except Exception:  # noqa: BLE001 -- it is asked for a hint only; the error that led here is the one to be told
-        return None
-
-
-def refusal(quantizer: Any, error: Exception, method: str = "", source: str = "the checkpoint") -> ModelError:
-    """What transformers says of a quantised checkpoint that it can't load here, as an error of ours.
-
-    Args:
-        quantizer: transformers' own; None if it could not be made.
-        error: What it said.
-        method: The method, if the quantizer can't tell.
-        source: Whose checkpoint it is, for the message.
-    """
-    method = method or _method_of(getattr(quantizer, "quantization_config", None))
-    hint = _way_out(quantizer) if method else _IF_PLAIN
-    return ModelError(
-        f"{source} is quantised with {method or _UNNAMED}, and transformers can't load that here: {summary(error)}",
-        hint=hint or "install what it names; or convert the checkpoint to plain weights first",
-    )
-
-
-def _way_out(quantizer: Any) -> str | None:
-    """The option that de-quantises, where transformers has one that works here."""
-    config: Any = copy.copy(getattr(quantizer, "quantization_config", None))
-    if not hasattr(config, "dequantize") or config.dequantize:
-        return None
-    try:
-        config.dequantize = True
-        type(quantizer)(config, pre_quantized=True).validate_environment(device_map=None, weights_only=True)
-    except Exception:  # noqa: BLE001 -- then it is no way out
-        return None
-    return f"de-quantise while loading: quantization_config={type(config).__name__}(dequantize=True)"
