@@ -56,7 +56,7 @@ class Targets:
     Attributes:
         model: The model.
         by_name: Every name that a checkpoint may fill.
-        derived: Names of non-persistent buffers: neither wanted nor unexpected.
+        derived: Non-persistent buffers by name: neither wanted nor unexpected.
         canonical: Name -> the first name of the same memory (itself, where it is not tied).
         declared_ties: See above.
 
@@ -73,7 +73,7 @@ class Targets:
     ) -> None:
         self.model = model
         self.by_name: dict[str, Target] = {}
-        self.derived: set[str] = set()
+        self.derived: dict[str, torch.Tensor] = {}
         dtypes = dtypes or {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             _check_can_be_filled(name, parameter)
@@ -84,7 +84,7 @@ class Targets:
                     continue
                 name = f"{prefix}.{key}" if prefix else key
                 if key in module._non_persistent_buffers_set:  # noqa: SLF001 -- as above
-                    self.derived.add(name)
+                    self.derived[name] = buffer
                 else:
                     _check_can_be_filled(name, buffer)
                     self.by_name[name] = Target(name, buffer, "buffer", True, dtypes.get(name, buffer.dtype))
@@ -186,9 +186,10 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
+    # What is asked first is what is cheapest: models on meta have a hundred thousand parameters.
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.device.type != "meta"
+        not tensor.is_meta
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and tensor.numel() > 0
     )

@@ -47,9 +47,9 @@ def targets_of(model: nn.Module, context: LoadContext, before: Targets | None = 
     ties = hf.pending_ties(model) if context.ties is None else context.ties
     targets = Targets(model, dtypes=context.dtypes, declared_ties=ties)
     wanted = {name for name, target in before.by_name.items() if not target.persistent} if before is not None else set()
-    for name, buffer in model.named_buffers(remove_duplicate=False):
+    for name, buffer in targets.derived.items():
         # It belongs into no checkpoint, but if nobody can compute it, the source is asked all the same.
-        lacks_value = name in targets.derived and buffer.device.type == "meta" and not can_initialise(model, name)
+        lacks_value = buffer.is_meta and not can_initialise(model, name)
         if name in wanted or lacks_value:
             targets.by_name[name] = Target(name, buffer, "buffer", False, context.dtypes.get(name, buffer.dtype))
             targets.canonical[name] = name
