@@ -192,7 +192,9 @@ def from_pretrained(
         verify: See `load_into`.
         automatic: See `plan_load`.
         trust_remote_code: Whether code that comes with the model may run.
-        **model_kwargs: For the config, and for the model's constructor. ``revision``, ``cache_dir``, ``token``,
+        **model_kwargs: For the config, and for the model's constructor. ``quantization_config``, a mapping or one of
+            transformers' objects, says what is to differ from the config's own for a quantised checkpoint, e.g.
+            ``{"dequantize": True}``. ``revision``, ``cache_dir``, ``token``,
             ``subfolder`` and ``local_files_only`` say where on the hub the config is; for weights in the same
             repository the loader's own options count as well.
 

@@ -59,7 +59,7 @@ class LLM:
         max_num_seqs: How many sequences are written at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Used where `generate` is given none. Default: what the model's generation config says.
-        model_kwargs: Further arguments for the model's constructor.
+        model_kwargs: Further arguments for the model's constructor, and ``quantization_config``; see `from_pretrained`.
 
     Raises:
         WeightLoadersError: If anything does not fit; see `from_pretrained`.
