@@ -186,7 +186,7 @@ def test_a_missing_parameter_is_named_with_its_file_the_cause_and_what_to_do(tmp
     with pytest.raises(PlanError) as caught:
         plan.run(model)
     message = str(caught.value)
-    assert "1 of 14 parameters are not in the source: model.layers.1.o_proj.weight" in message
+    assert "1 of 14 parameters is not in the source: model.layers.1.o_proj.weight" in message
     assert str(tmp_path / "m" / "model.safetensors") in message
     assert "the checkpoint is incomplete: fetch or export it again" in message
     assert "on_missing={'model.layers.1.o_proj.weight': 'warn'}" in message

@@ -86,6 +86,7 @@ class Planner:
         if plan.missing and plan.unexpected and self._automatic_from is not None:
             plan = self._with_prefix(infos, plan, self._automatic_from)
         plan.skipped_files = dict(skipped or {})
+        _mention_left_out(plan, notes)
         plan.findings.extend(self._unused_rules(infos))
         plan.findings.extend(self._left_behind(plan))
         plan.findings.extend(Finding("note", "info", note) for note in notes)
@@ -207,6 +208,18 @@ class Planner:
             if isinstance(mapper, RuleMapper)
             for rule, names, hint in mapper.left_behind(plan.unexpected)
         ]  # fmt: skip
+
+
+def _mention_left_out(plan: LoadPlan, notes: Sequence[str]) -> None:
+    """Where something is missing, it may be in what the index does not name; the source's notes say so, and the way."""
+    left_out = "; ".join(note for note in notes if "include_unindexed=True takes" in note)
+    if left_out:
+        plan.findings = [
+            replace(finding, hint=f"{left_out}; or {finding.hint}")
+            if finding.kind in ("missing", "incomplete", "nothing")
+            else finding
+            for finding in plan.findings
+        ]
 
 
 def _ways(plan: LoadPlan) -> frozenset[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from weightloaders.errors import RuleError
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.names import Claim, Group, as_index
 from weightloaders.mapping.quantised import one_by_one, quantisation_of
@@ -196,6 +197,12 @@ class ConversionMapper:
     ) -> dict[str, torch.Tensor]:
         for pattern, parts in found.items():
             for part in parts:
+                if wanted is not None and not may_cast(part.dtype, wanted):
+                    raise RuleError(
+                        f"one of the tensors {pattern} has {part.dtype} values, which can't become {wanted} by a cast",
+                        hint="integers and 8-bit codes are usually quantised weights: build the model with the "
+                        "checkpoint's quantization_config, or convert the checkpoint to plain weights first",
+                    )
                 # What is arithmetic is done in the model's dtype, as transformers does it; a plain move is cast later.
                 cast = type(part) is torch.Tensor and wanted is not None and may_cast(part.dtype, wanted)
                 run.add_tensor(target, target, pattern, part.to(wanted) if cast else part)

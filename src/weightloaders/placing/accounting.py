@@ -170,7 +170,7 @@ def _missing_finding(
 ) -> Finding:
     plan, everything = placing.plan, placing.targets.by_name
     message = (
-        f"{len(names)} of {len(everything)} parameters are not in the source: "
+        f"{len(names)} of {len(everything)} parameters {'is' if len(names) == 1 else 'are'} not in the source: "
         f"{listed(suggest.grouped(names, everything))}"
     )
     given_away = cause_of_unexpected(plan.unexpected)

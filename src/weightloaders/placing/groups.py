@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,18 +61,21 @@ class GroupState:
         if not self.group.lenient and (absence := self.absence()):
             return absence
         title = listed(self.group.targets)
-        counts = {}
+        counts: dict[str, int] = {}
+        numbers: dict[str, set[int | None]] = {}
         for slot, is_list, members in zip(self.group.slots, self.group.lists, self.members, strict=True):
             if is_list and members:
-                counts[slot] = len(members)
+                counts[slot], numbers[slot] = len(members), {index for index, _ in members}
                 fault = _index_fault(members)
                 if fault is not None:
                     return f"of the {len(members)} tensors {slot} for {title}, {fault}"
             elif len(members) > 1:
                 return f"{listed([info.name for _, info in members])} all take the place of {slot} in {title}"
         if len(set(counts.values())) > 1:
-            numbers = ", ".join(f"{count} of {slot}" for slot, count in counts.items())
-            return f"the parts of {title} don't pair: there are {numbers}"
+            there = ", ".join(f"{count} of {slot}" for slot, count in counts.items())
+            most = set[int | None]().union(*numbers.values())
+            absent = ", ".join(f"{slot} has no {min(most - n, key=str)}" for slot, n in numbers.items() if most - n)
+            return f"the parts of {title} don't pair: {absent}; there are {there}"
         return None
 
     def arguments(self) -> list[TensorInfo | tuple[TensorInfo, ...]]:
@@ -161,11 +165,26 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
         # Whatever torch says about code that asks for the values of tensors without any, it names the meta device.
         if re.search(r"\bmeta\b", str(error), re.IGNORECASE):
             return Outcome(dict.fromkeys(state.group.targets), {}, f"it looks at values: {reason}")
+        odd = _odd_one(state)
+        if odd is not None:
+            hint = "the checkpoint is damaged or put together from several: fetch or export it again"
+            raise RuleError(f"{state.group.rule} takes tensors of one shape, but {odd}", hint=hint) from error
         shapes = [f"{list(info.shape)} {info.dtype}" for info in state.infos]
         raise RuleError(
             f"{state.group.rule} can't be applied to tensors of shapes {listed(shapes)}: {error}",
             hint="check the rule's sizes against the model's config",
         ) from error
+
+
+def _odd_one(state: GroupState) -> str | None:
+    """Which of the tensors of one slot is of another shape than most of them."""
+    for slot, is_list, members in zip(state.group.slots, state.group.lists, state.members, strict=True):
+        shapes = Counter(info.shape for _, info in members)
+        if is_list and len(shapes) > 1:
+            usual = shapes.most_common(1)[0][0]
+            info = next(info for _, info in members if info.shape != usual)
+            return f"{info.name!r} has {list(info.shape)}, where others of {slot} have {list(usual)}"
+    return None
 
 
 def _traced(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
