@@ -304,7 +304,7 @@ def test_plan_shows_each_parameter_when_asked_in_natural_order(folder, tensors):
     assert all(".safetensors, bytes" in row for row in rows)
     data = json.loads(run("plan", folder, "--json").stdout)
     assert data["ok"]
-    assert data["bytes_to_read"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert data["forecast"]["bytes_to_read"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_plan_counts_layers_as_people_do(tmp_path):

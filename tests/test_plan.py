@@ -1037,7 +1037,7 @@ def test_a_parameters_own_loader_gets_its_parts_with_their_shard_ids() -> None:
     plan = plan_load(model, parts_of_fused())
     assert plan.ok
     calls = json.loads(plan.to_json())["steps"]
-    assert [c["targets"] for c in calls if c["kind"] == "call"] == [["attn.qkv_proj.weight"]] * 3
+    assert [c["shard_id"] for c in calls if c.get("target") == "attn.qkv_proj.weight"] == ["k", "q", "v"]
     assert "handed to the parameter's own weight_loader" in plan.explain("attn.qkv_proj.weight")
     plan.run(model)
     assert torch.equal(model.attn.qkv_proj.weight.data, counted(12, 4))
@@ -1144,7 +1144,8 @@ def test_every_parameter_and_every_tensor_is_accounted_for(
     assert set(tensors) == used | (left & set(tensors))
     for name in (*parameters, *tensors):
         assert plan.explain(name)
-    json.loads(plan.to_json())
+    text = plan.to_json(runnable=False)
+    assert LoadPlan.from_json(text).to_json(runnable=False) == text
     assert str(plan)
     if plan.ok:
         before = {name: tensor.clone() for name, tensor in parameters.items()}
@@ -1173,7 +1174,7 @@ def test_explain_tells_file_bytes_and_rules(tmp_path: Path) -> None:
     plan = plan_load(model, folder, rules=rules, on_missing="warn")
     whole = plan.explain("qk")
     assert "qk  [4, 2] torch.float32" in whole
-    assert re.search(r"elements 4 to 8 from x\.k in .*model\.safetensors, bytes \d+ to \d+", whole)
+    assert re.search(r"qk\[2:4, :\] from x\.k in .*model\.safetensors, bytes \d+ to \d+", whole)
     assert "by rename 'x' -> ''" in whole
     # A source's name leads to where it goes.
     assert plan.explain("x.q") == whole
@@ -1197,22 +1198,25 @@ def test_to_json_has_it_all(tmp_path: Path) -> None:
     model.a = nn.Parameter(torch.zeros(2))
     model.b = nn.Parameter(torch.zeros(2, 2))
     plan = plan_load(model, folder, rules=[Convert("b", "b", lambda b: b * 2)])
-    data = json.loads(plan.to_json())
-    assert data["ok"] is True
-    assert data["bytes_to_read"] == 16 + 16
+    with pytest.raises(RuleError, match=r"lambda.* has no name .*\n.*to_json\(runnable=False\)") as caught:
+        plan.to_json()
+    assert caught.value.tensor == "b"
+    data = json.loads(plan.to_json(runnable=False))
+    assert (data["ok"], data["runnable"]) == (True, False)
+    assert data["forecast"]["bytes_to_read"] == 16 + 16
     assert data["renamed"] == {"module.a": "a"}
-    assert data["cast"] == {"a": ["torch.float64", "torch.float32"]}
+    assert data["cast"] == {"a": ["float64", "float32"]}
     assert data["unexpected"] == ["c"]
     copy, compute = sorted(data["steps"], key=lambda step: step["kind"], reverse=True)
-    assert copy["targets"] == ["a"]
-    assert copy["pieces"][0]["source"] == "module.a"
-    assert copy["sources"][0]["files"][0][0].endswith("model.safetensors")
+    assert (copy["target"], copy["sources"]) == ("a", ["module.a"])
+    assert copy["placements"] == [{"source": 0, "from": 0, "to": 0, "loops": [[2, 1, 1]]}]
     assert (compute["kind"], compute["sources"]) == ("compute", ["b"])
     assert {f["kind"] for f in data["findings"]} == {"unexpected", "cast", "rename"}
-    assert set(data) == {
-        "ok", "decided_by", "bytes_to_read", "missing", "unexpected", "ignored", "mismatched", "unfilled", "dropped",
-        "tied", "renamed", "cast", "skipped_files", "findings", "steps",
-    }  # fmt: skip
+    assert [tensor["name"] for tensor in data["source"]["tensors"]] == ["b", "c", "module.a"]
+    assert data["source"]["files"] == [
+        {"name": "model.safetensors", "size": (folder / "model.safetensors").stat().st_size}
+    ]
+    assert [target["name"] for target in data["model"]["targets"]] == ["a", "b"]
 
 
 def test_a_plan_as_text_says_what_matters() -> None:

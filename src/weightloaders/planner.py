@@ -87,6 +87,7 @@ class Planner:
             plan = self._with_prefix(infos, plan, self._automatic_from)
         plan.skipped_files = dict(skipped or {})
         _mention_left_out(plan, notes)
+        plan.targets, plan.ties, plan.catalogue = self._targets.by_name, self._targets.ties(), tuple(infos)
         plan.findings.extend(self._unused_rules(infos))
         plan.findings.extend(self._left_behind(plan))
         plan.findings.extend(Finding("note", "info", note) for note in notes)

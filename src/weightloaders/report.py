@@ -46,6 +46,9 @@ class LoadReport:
         loader: Name of the loader, where there was one.
         sources: Parameter -> where its bytes came from and by which rules, as text.
         bytes_read: Bytes read from the source.
+        bytes_by_path: The same by how they got where they belong: ``straight`` into the parameters' own memory,
+            ``buffered`` (cast or scattered, through a small buffer), ``assembled`` (put together beside the parameter),
+            ``computed`` and ``handed over`` (to a parameter's own ``weight_loader``).
         seconds: From the first step to the last, in seconds.
         extra_memory: Most bytes that the transfer held at one time beside the model itself.
     """
@@ -68,6 +71,7 @@ class LoadReport:
     loader: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
+    bytes_by_path: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     extra_memory: int = 0
 

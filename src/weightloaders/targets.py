@@ -109,6 +109,21 @@ class Targets:
                 groups[member] = joined
         return {name: group - {name} for name, group in groups.items()}
 
+    def ties(self) -> dict[str, str]:
+        """Name -> the first of the names that are, or are declared to be, one with it; those that stand alone left out.
+
+        A model on meta declares what a model with memory shares: for both it is the same.
+        """
+        partners = self.declared_partners()
+        position = {name: at for at, name in enumerate(self.by_name)}
+        result = {}
+        for name in self.by_name:
+            declared = {name, *partners.get(name, ())} & position.keys()
+            tied = {twin for partner in declared for twin in (partner, *self.tied_to(partner))}
+            if len(tied) > 1:
+                result[name] = min(tied, key=position.__getitem__)
+        return result
+
     def tied_to(self, name: str) -> list[str]:
         """The other names of the same memory."""
         return [other for other in self._by_canonical[self.canonical[name]] if other != name]

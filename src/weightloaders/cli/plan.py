@@ -96,7 +96,7 @@ def plan_source(
     with opened as weights:
         plan = plan_load(skeleton.model, weights, rules=rules_file(rules), automatic=not no_automatic, **decided)
         if json:
-            say(plan.to_json())
+            say(plan.to_json(runnable=False))
         elif explain is not None:
             say(for_command_line(plan.explain(explain)))
         else:

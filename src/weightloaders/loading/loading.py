@@ -28,6 +28,7 @@ from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.planner import Planner
 from weightloaders.targets import check_is_module
+from weightloaders.transfer.forecast import forecast
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadCon
     )
     plan = planner.plan(weights.infos(), notes=weights.notes, skipped=weights.skipped_files)
     plan.decided_by[:0] = decided_by
+    plan.forecaster = forecast
     return plan
 
 

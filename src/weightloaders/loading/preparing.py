@@ -184,6 +184,7 @@ def report_of(
         loader=context.loader,
         sources=sources_of(plan),
         bytes_read=moved.bytes_read,
+        bytes_by_path=dict(moved.bytes_by_path),
         seconds=seconds,
         extra_memory=moved.extra_memory,
     )

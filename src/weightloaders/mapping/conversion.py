@@ -6,7 +6,10 @@ import difflib
 import functools
 import importlib
 import inspect
+import json
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +117,7 @@ class Convert:
             return
         known = {p.name: p for p in signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY}
         # A layout's sizes may come from the config, later.
-        sizes = {**dict.fromkeys(known if self._is_layout else ()), **self.sizes}
+        sizes = {**dict.fromkeys(known if self.is_layout else ()), **self.sizes}
         try:
             signature.bind(*self.sources, **sizes)
         except TypeError as error:
@@ -124,12 +127,13 @@ class Convert:
                 + f": {error}",
                 hint=f"it is {self.function_name}{signature}",
             ) from error
-        if self._is_layout:
+        if self.is_layout:
             for name, value in self.sizes.items():
                 _check_size(f"{self}: {name}={value!r}", value, str(known[name].annotation))
 
     @property
-    def _is_layout(self) -> bool:
+    def is_layout(self) -> bool:
+        """Whether the function is one of the ready-made ones."""
         return LAYOUTS.get(self.function_name) is self.function
 
     @functools.cached_property
@@ -175,14 +179,17 @@ class Convert:
             lists=self._lists,
             # One that spreads over an index has at least the first.
             targets=tuple(_numbered(target, 0) for target in targets) if self._spread else targets,
-            function=functools.partial(self._call, targets=targets, config=config, rule=rule),
+            function=_Call(self, shared, targets, config, rule),
             rule=rule,
         )
 
-    def _call(
-        self, tensors: Sequence[Any], *, targets: tuple[str, ...], config: Any, rule: str
-    ) -> dict[str, torch.Tensor]:
-        returned = self.function(*tensors, **self._sizes(config, rule))
+    def call(self, tensors: Sequence[Any], targets: tuple[str, ...], config: Any, rule: str) -> dict[str, torch.Tensor]:
+        """Run the function for one group.
+
+        Raises:
+            RuleError: If it does not return what it should, or the config does not tell its sizes.
+        """
+        returned = self.function(*tensors, **self.known_sizes(config, rule))
         results = list(returned) if isinstance(returned, list | tuple) else [returned]
         if self._spread:
             lists = [results] if len(targets) == 1 else results
@@ -196,8 +203,13 @@ class Convert:
             raise RuleError(f"{rule} returned {len(results)} tensors for {len(targets)} targets")
         return dict(zip(targets, results, strict=True))
 
-    def _sizes(self, config: Any, rule: str) -> dict[str, Any]:
-        if not self._is_layout:
+    def known_sizes(self, config: Any, rule: str) -> dict[str, Any]:
+        """The function's sizes: those given, and those that the config tells.
+
+        Raises:
+            RuleError: If it does not tell all that a ready-made layout needs.
+        """
+        if not self.is_layout:
             return self.sizes
         parameters = inspect.signature(self.function).parameters.values()
         wanted = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
@@ -226,8 +238,64 @@ class Convert:
         texts = [[".".join((*p.segments[:-1], tail)) for p in patterns] for patterns in (self.sources, self.targets)]
         sources, targets = (repr(text[0] if len(text) == 1 else text) for text in texts)
         sizes = "".join(f", {name}={value!r}" for name, value in self.sizes.items())
-        function = repr(self.function_name) if self._is_layout else self.function_name
+        function = repr(self.function_name) if self.is_layout else self.function_name
         return f"Convert({sources}, {targets}, {function}{sizes})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A conversion's function for one group, which can say what makes it again (see `mapping.recipes`)."""
+
+    convert: Convert
+    shared: tuple[str, ...]
+    targets: tuple[str, ...]
+    config: Any
+    rule: str
+
+    def __call__(self, tensors: Sequence[Any]) -> dict[str, torch.Tensor]:
+        return self.convert.call(tensors, self.targets, self.config, self.rule)
+
+    def as_data(self) -> dict[str, Any]:
+        convert = self.convert
+        name = convert.function_name if convert.is_layout else dotted_name(convert.function)
+        if name is None:
+            raise RuleError(
+                f"{self.rule} computes, and its function has no name by which it could be found again",
+                hint="define it in a module, at the top, so that 'package.module:function' leads to it",
+            )
+        sizes = convert.known_sizes(self.config, self.rule)
+        if convert.is_layout:
+            sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in sizes.items()}
+        if not _is_plain_data(sizes):
+            raise RuleError(
+                f"{self.rule} computes, and its sizes can't be written down: {sizes}",
+                hint="give it numbers, text and lists of these",
+            )
+        return {
+            "kind": "convert",
+            "sources": [pattern.text for pattern in convert.sources],
+            "targets": [pattern.text for pattern in convert.targets],
+            "function": name,
+            "sizes": sizes,
+            "shared": list(self.shared),
+        }
+
+
+def _is_plain_data(value: Any) -> bool:
+    """Whether JSON gives back what it is given."""
+    try:
+        same: bool = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        return False
+    return same
+
+
+def dotted_name(function: Callable[..., Any]) -> str | None:
+    """``"package.module:function"``, where that leads back to this very function; else None (a lambda, for one)."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not isinstance(module, str) or not name.isidentifier():
+        return None
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is function else None
 
 
 def _check_size(what: str, value: Any, annotation: str) -> None:

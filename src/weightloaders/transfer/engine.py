@@ -45,6 +45,8 @@ class Transferred:
 
     Attributes:
         bytes_read: Bytes read.
+        bytes_by_path: The same by how they got where they belong: ``straight`` into the parameters' memory,
+            ``buffered``, ``assembled`` beside the parameter, ``computed``, ``handed over``.
         extra_memory: Most bytes held at one time beside the model.
         infinities: Parameters in which a cast made new infinities.
         written: Names of the parameters that were written to.
@@ -52,6 +54,7 @@ class Transferred:
     """
 
     bytes_read: int = 0
+    bytes_by_path: dict[str, int] = field(default_factory=dict)
     extra_memory: int = 0
     infinities: list[str] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
@@ -90,10 +93,11 @@ class Transfer:
             KeyboardInterrupt: After the threads have stopped.
         """
         try:
+            self._check_memory()
             jobs = [job for step in self._steps for job in jobs_of(step, self._space)]
             jobs.sort(key=lambda job: (job.file, job.offset))
             self._total = sum(job.nbytes for job in jobs)
-            self._advance(0, None)
+            self._advance(0)
             self._run_pooled([job for job in jobs if job.pooled])
             # Code of others (a loader's `read`, a rule's function) runs here, one at a time, on the caller's thread.
             for job in jobs:
@@ -113,10 +117,17 @@ class Transfer:
             bump_versions(tensor for tensor in touched if is_dense(tensor))
         return self._result
 
+    def _check_memory(self) -> None:
+        for target in (target for step in self._steps for target in step_targets(step)):
+            if target.tensor.is_meta:
+                raise LoadError(
+                    f"{target.name} is on the meta device and has no memory to be filled", tensor=target.name
+                )
+
     def _run_pooled(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        threads = min(_usable_processors(), MAX_THREADS, len(jobs))
+        threads = threads_for(jobs)
         left = iter(jobs)
         with ThreadPoolExecutor(threads, "weightloaders") as pool:
             pending = {pool.submit(self._work_off, left) for _ in range(threads)}
@@ -150,7 +161,8 @@ class Transfer:
             self._result.written.update(target.name for target in job.targets)
         try:
             # Both are a thread's own. A parameter made in inference mode can be written only in it.
-            with torch.inference_mode(job.targets[0].tensor.is_inference()), torch.no_grad():
+            inference = torch.inference_mode(job.targets[0].tensor.is_inference())
+            with self._space.holding(job.held), inference, torch.no_grad():
                 job.work()
         except WeightLoadersError as error:
             error.tensor = error.tensor or name
@@ -161,11 +173,14 @@ class Transfer:
             raise LoadError(
                 f"filling {name} failed: {type(error).__name__}: {error}", tensor=name, file=job.file or None
             ) from error
-        self._advance(job.nbytes, job.file or None)
+        self._advance(job.nbytes, job.path, job.file or None)
 
-    def _advance(self, nbytes: int, file: str | None) -> None:
+    def _advance(self, nbytes: int, path: str = "", file: str | None = None) -> None:
         with self._lock:
             self._result.bytes_read += nbytes
+            if nbytes:
+                by_path = self._result.bytes_by_path
+                by_path[path] = by_path.get(path, 0) + nbytes
             if self._progress is None:
                 return
             try:
@@ -211,6 +226,11 @@ class _SingleThreadedTorch:
 
 
 _single_threaded_torch = _SingleThreadedTorch()
+
+
+def threads_for(jobs: Sequence[Job]) -> int:
+    """On how many threads jobs are done that any thread may do."""
+    return min(_usable_processors(), MAX_THREADS, len(jobs))
 
 
 def _usable_processors() -> int:

@@ -17,8 +17,17 @@ import torch
 
 from weightloaders.errors import LoaderContractError, LoadError
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.placement import Constant, Placement, Source, cover, is_empty, placement
-from weightloaders.plan import CallStep, ComputeStep, CopyStep, Step, step_infos, step_targets
+from weightloaders.mapping.placement import Constant, Placement, Source, is_empty, placement
+from weightloaders.plan import (
+    CallStep,
+    ComputeStep,
+    CopyStep,
+    Step,
+    makes_up_its_target,
+    single_run,
+    step_infos,
+    step_targets,
+)
 from weightloaders.transfer.memory import is_dense, is_plain
 from weightloaders.transfer.workspace import BUFFER_BYTES
 from weightloaders.weights.reading import memory_of, native_order, read_tensor
@@ -35,6 +44,9 @@ STRAIGHT_CHUNK = 16 << 20
 _SMALL = 64 << 10
 _MAX_GAP = 256 << 10
 
+# How bytes get where they belong.
+Path = Literal["straight", "buffered", "assembled", "computed", "handed over"]
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -46,7 +58,11 @@ class Job:
         nbytes: How much it reads.
         targets: What it writes.
         work: Does it.
+        path: How its bytes get where they belong.
+        reads: In how many positioned reads.
+        held: Memory that it holds meanwhile, in bytes; beside the thread's own buffer.
         pooled: Whether any thread may do it; else it runs code of others, and is done on the caller's thread.
+        buffers: Whether it takes the thread's own buffer.
     """
 
     file: str
@@ -54,52 +70,46 @@ class Job:
     nbytes: int
     targets: tuple[Target, ...]
     work: Callable[[], object]
+    path: Path
+    reads: int = 1
+    held: int = 0
     pooled: bool = True
+    buffers: bool = False
 
 
 def jobs_of(step: Step, space: Workspace) -> Iterable[Job]:
-    """The jobs of a step.
+    """The jobs of a step. What is on meta is thought of as on the CPU: its jobs can be told, and not be done.
 
     Raises:
         LoadError: If the step does not fit its target as it is now; nothing was touched.
     """
-    for target in step_targets(step):
-        if target.tensor.device.type == "meta":
-            raise LoadError(f"{target.name} is on the meta device and has no memory to be filled", tensor=target.name)
     if isinstance(step, CopyStep):
         _check_placements(step)
         return _copying(step, space)
-    infos = step_infos(step)
-    work = (lambda: _compute(step, space)) if isinstance(step, ComputeStep) else (lambda: _call(step, space))
-    nbytes = sum(info.bytes_stored for info in infos)
-    return [Job(*_place(infos), nbytes, tuple(step_targets(step)), work, pooled=False)]
+    infos, targets = step_infos(step), step_targets(step)
+    nbytes, reads, held = (sum(count) for count in zip(*map(_taken_by, infos), strict=True)) if infos else (0, 0, 0)
+    place = _place(infos)
+    if isinstance(step, CallStep):
+        work = functools.partial(_call, step, space)
+        return [Job(*place, nbytes, tuple(targets), work, "handed over", reads, held, pooled=False)]
+    held += sum(target.tensor.numel() * target.dtype.itemsize for target in targets)
+    compute = functools.partial(_compute, step, space)
+    return [Job(*place, nbytes, tuple(targets), compute, "computed", reads, held, pooled=False)]
+
+
+def _taken_by(info: TensorInfo) -> tuple[int, int, int]:
+    """What reading a tensor whole takes: bytes, positioned reads, memory."""
+    return info.bytes_stored, sum(0 not in (extent.shape or ()) for extent in info.extents), info.nbytes
 
 
 def _check_placements(step: CopyStep) -> None:
     # Writing past the end of a parameter would corrupt memory, so the plan is not taken at its word.
-    size = step.target.tensor.numel()
-    if not (
-        all(_lies_inside(placed, step.sources, size) for placed in step.placements)
-        and cover(step.placements, size).is_exact
-    ):
+    if not makes_up_its_target(step):
         raise LoadError(
             f"the pieces planned for {step.target.name} don't make up a tensor of shape {list(step.target.shape)}",
             tensor=step.target.name,
             hint="the model changed since the plan was made; make it again",
         )
-
-
-def _lies_inside(placed: Placement, sources: Sequence[TensorInfo], size: int) -> bool:
-    if is_empty(placed):
-        return True
-    if placed.target_start < 0 or placed.target_end > size:
-        return False
-    if isinstance(placed.source, Constant):
-        return True
-    if placed.source is None or not 0 <= placed.source < len(sources):
-        return False
-    low, high = placed.source_range
-    return low >= 0 and high <= sources[placed.source].numel
 
 
 # ------------------------------------------------------------------ copying
@@ -110,24 +120,34 @@ def _copying(step: CopyStep, space: Workspace) -> Iterator[Job]:
     if is_plain(tensor) and tensor.is_contiguous():
         yield from _into_rows(step, step.target, space)
     elif tensor.numel():
+        without_memory = torch.empty(tensor.shape, dtype=_dtype(step.target), device="meta")
+        jobs = list(_into_rows(step, replace(step.target, tensor=without_memory), space))
         yield Job(
             *_place(step.sources),
-            sum(job.nbytes for job in _into_rows(step, step.target, space)),
+            sum(job.nbytes for job in jobs),
             (step.target,),
-            lambda: _assemble(step, space),
+            functools.partial(_assemble, step, space),
+            "assembled",
+            sum(job.reads for job in jobs),
+            without_memory.nbytes + max((job.held for job in jobs), default=0),
             # Classes of others run code of others.
             pooled=is_plain(tensor) and all(info.is_raw for info in step.sources),
+            buffers=any(job.buffers for job in jobs),
         )
+
+
+def _dtype(target: Target) -> torch.dtype:
+    """The dtype that a target has, or will have."""
+    return target.dtype if target.tensor.is_meta else target.tensor.dtype
 
 
 def _assemble(step: CopyStep, space: Workspace) -> None:
     """Put a tensor together in row-major order, and let `copy_` see to how the parameter itself is laid out."""
     target = step.target
     whole = torch.empty(target.shape, dtype=target.tensor.dtype, device="cpu")
-    with space.holding(whole.nbytes):
-        for job in _into_rows(step, replace(target, tensor=whole), space):
-            job.work()
-        target.tensor.copy_(whole)
+    for job in _into_rows(step, replace(target, tensor=whole), space):
+        job.work()
+    target.tensor.copy_(whole)
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Job]:
@@ -138,14 +158,17 @@ def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Job
             by_source[placed.source].append(placed)
     for source, parts in by_source.items():
         if isinstance(source, Constant):
-            yield Job("", 0, 0, (target,), functools.partial(_fill, source.value, parts, target))
+            yield Job("", 0, 0, (target,), functools.partial(_fill, source.value, parts, target), "straight", 0)
         if not isinstance(source, int):
             continue
         info = step.sources[source]
-        extent = _single_run(info)
+        extent = single_run(info)
         if extent is None:
+            nbytes, reads, held = _taken_by(info)
+            # Boxes are read one by one and put together.
+            held += max((extent.length for extent in info.extents), default=0)
             work = functools.partial(_whole, info, parts, target, space)
-            yield Job(*_place([info]), info.bytes_stored, (target,), work, pooled=info.is_raw)
+            yield Job(*_place([info]), nbytes, (target,), work, "assembled", reads, held, pooled=info.is_raw)
             continue
         straight = [p for p in parts if _reads_straight(p, len(parts), info, extent, target)]
         for placed in straight:
@@ -163,14 +186,19 @@ def _fill(value: float, parts: Sequence[Placement], target: Target) -> None:
 
 def _reads_straight(placed: Placement, parts: int, info: TensorInfo, extent: Extent, target: Target) -> bool:
     """Whether the bytes lie as they are to lie in the parameter, in runs that are worth a read of their own."""
-    if not (extent.stored_dtype == info.dtype == target.tensor.dtype and extent.is_native and is_dense(target.tensor)):
+    if not (extent.stored_dtype == info.dtype == _dtype(target) and extent.is_native and _takes_bytes(target.tensor)):
         return False
     run = placed.dims[-1][0] if placed.dims and placed.dims[-1][1:] == (1, 1) else 1
     return (parts == 1 and placed.is_contiguous) or run * info.dtype.itemsize >= _SMALL
 
 
+def _takes_bytes(tensor: torch.Tensor) -> bool:
+    """Whether bytes may be written straight into a tensor's memory, or into that which it will have."""
+    return is_dense(tensor) or (tensor.is_meta and is_plain(tensor) and tensor.is_contiguous())
+
+
 def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Job]:
-    size = target.tensor.element_size()
+    size = extent.stored_dtype.itemsize
     # The innermost loop is the run; a single element is a run without a loop.
     *outer, (run, _, _) = placed.dims or ((1, 1, 1),)
     for indices in itertools.product(*(range(count) for count, _, _ in outer)):
@@ -181,7 +209,7 @@ def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Job
             count = min(STRAIGHT_CHUNK, run * size - at)
             offset = extent.offset + source * size + at
             work = functools.partial(_read_straight, extent, offset, target, start * size + at, count)
-            yield Job(extent.source.name, offset, count, (target,), work)
+            yield Job(extent.source.name, offset, count, (target,), work, "straight")
 
 
 def _read_straight(extent: Extent, offset: int, target: Target, start: int, count: int) -> None:
@@ -193,9 +221,11 @@ def _through_buffer(
 ) -> Iterator[Job]:
     size = extent.stored_dtype.itemsize
     for start, end, inside in _spans(parts, BUFFER_BYTES // size, _MAX_GAP // size):
-        offset = extent.offset + start * size
+        offset, count = extent.offset + start * size, end - start
         work = functools.partial(_bounce, info, extent, (start, end), offset, inside, target, space)
-        yield Job(extent.source.name, offset, (end - start) * size, (target,), work)
+        # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
+        held = count * info.dtype.itemsize if info.dtype != extent.stored_dtype else 0
+        yield Job(extent.source.name, offset, count * size, (target,), work, "buffered", held=held, buffers=True)
 
 
 def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:
@@ -253,19 +283,12 @@ def _bounce(
     start, end = span
     buffer = space.buffer(end - start, extent.stored_dtype)
     extent.source.read_into(memory_of(buffer), offset)
-    # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
-    with space.holding(buffer.numel() * info.dtype.itemsize if info.dtype != buffer.dtype else 0):
-        _spread(native_order(buffer, extent).to(info.dtype), start, parts, target, space)
+    _spread(native_order(buffer, extent).to(info.dtype), start, parts, target, space)
 
 
 def _whole(info: TensorInfo, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
-    if info.is_raw:
-        # Boxes are read one by one and put together.
-        with space.holding(info.nbytes + max((e.length for e in info.extents), default=0)):
-            _spread(read_tensor(info).reshape(-1), 0, parts, target, space)
-    else:
-        with space.holding(info.nbytes):
-            _spread(space.read(info).detach().reshape(-1), 0, parts, target, space)
+    values = read_tensor(info) if info.is_raw else space.read(info).detach()
+    _spread(values.reshape(-1), 0, parts, target, space)
 
 
 def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
@@ -293,32 +316,29 @@ def _store(values: torch.Tensor, destination: torch.Tensor, target: Target, spac
 
 
 def _compute(step: ComputeStep, space: Workspace) -> None:
-    results_size = sum(target.tensor.nbytes for target in step.targets.values())
     rule = "; ".join(step.rules)
-    with space.holding(sum(info.nbytes for info in step_infos(step)) + results_size):
-        arguments = [
-            [_own(info) for info in source] if isinstance(source, tuple) else _own(source) for source in step.sources
-        ]
-        try:
-            results = step.function(arguments)
-        except Exception as error:
-            raise LoadError(
-                f"{rule} failed: {type(error).__name__}: {error}", tensor=next(iter(step.targets), None)
-            ) from error
-        for name, target in step.targets.items():
-            result = results.get(name)
-            if not isinstance(result, torch.Tensor) or tuple(result.shape) != target.shape:
-                found = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else "no tensor"
-                raise LoaderContractError(
-                    f"{rule} returned {found} for {name}, not one of shape {list(target.shape)}", tensor=name
-                )
-            dtype = target.tensor.dtype
-            if not may_cast(result.dtype, dtype):
-                raise LoaderContractError(
-                    f"{rule} returned {result.dtype} values for {name}, which can't become {dtype} by a cast",
-                    tensor=name,
-                )
-            _store(result.detach(), target.tensor, target, space)
+    arguments = [
+        [_own(info) for info in source] if isinstance(source, tuple) else _own(source) for source in step.sources
+    ]
+    try:
+        results = step.function(arguments)
+    except Exception as error:
+        raise LoadError(
+            f"{rule} failed: {type(error).__name__}: {error}", tensor=next(iter(step.targets), None)
+        ) from error
+    for name, target in step.targets.items():
+        result = results.get(name)
+        if not isinstance(result, torch.Tensor) or tuple(result.shape) != target.shape:
+            found = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else "no tensor"
+            raise LoaderContractError(
+                f"{rule} returned {found} for {name}, not one of shape {list(target.shape)}", tensor=name
+            )
+        dtype = target.tensor.dtype
+        if not may_cast(result.dtype, dtype):
+            raise LoaderContractError(
+                f"{rule} returned {result.dtype} values for {name}, which can't become {dtype} by a cast", tensor=name
+            )
+        _store(result.detach(), target.tensor, target, space)
 
 
 def _own(info: TensorInfo) -> torch.Tensor:
@@ -328,13 +348,12 @@ def _own(info: TensorInfo) -> torch.Tensor:
 
 
 def _call(step: CallStep, space: Workspace) -> None:
-    with space.holding(step.info.nbytes):
-        tensor = _own(step.info)
-        if space.handed is not None:
-            space.handed(step.info.name, tensor)
-        loader: Any = step.target.tensor.weight_loader  # type: ignore[attr-defined]
-        shard = () if step.shard_id is None else (step.shard_id,)
-        loader(step.target.tensor, tensor, *shard)
+    tensor = _own(step.info)
+    if space.handed is not None:
+        space.handed(step.info.name, tensor)
+    loader: Any = step.target.tensor.weight_loader  # type: ignore[attr-defined]
+    shard = () if step.shard_id is None else (step.shard_id,)
+    loader(step.target.tensor, tensor, *shard)
 
 
 # ------------------------------------------------------------------ where tensors lie
@@ -343,10 +362,3 @@ def _call(step: CallStep, space: Workspace) -> None:
 def _place(infos: Sequence[TensorInfo]) -> tuple[str, int]:
     extents = infos[0].extents if infos else ()
     return (extents[0].source.name, extents[0].offset) if extents else ("", 0)
-
-
-def _single_run(info: TensorInfo) -> Extent | None:
-    """The extent, where the whole tensor lies in one run in row-major order."""
-    if info.is_raw and len(info.extents) == 1 and info.extents[0].is_contiguous:
-        return info.extents[0]
-    return None

@@ -1,0 +1,122 @@
+"""The steps of a plan: copy, compute, or hand over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightloaders.mapping.placement import Constant, Placement, cover, is_empty, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
+
+    from weightloaders.targets import Target
+    from weightloaders.weights.info import Extent, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """Fill one target by strided copies from source tensors; nothing is computed, at most cast.
+
+    Attributes:
+        target: What is filled.
+        sources: The tensors that the placements read, in the order of their numbers.
+        placements: Which elements of which source go where; both sides in row-major order. A source that is no
+            number is a value that is written, or None for what nothing is written to.
+        rules: The rules that led here, for the report.
+    """
+
+    target: Target
+    sources: tuple[TensorInfo, ...]
+    placements: tuple[Placement, ...]
+    rules: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, target: Target, info: TensorInfo, rules: tuple[str, ...] = ()) -> CopyStep:
+        """A source tensor as it is."""
+        return cls(target, (info,), (whole(0, info.numel),), rules)
+
+    @classmethod
+    def of(
+        cls, target: Target, infos: Sequence[TensorInfo], placements: Sequence[Placement], rules: tuple[str, ...] = ()
+    ) -> CopyStep:
+        """Parts of some of these tensors."""
+        used = dict.fromkeys(p.source for p in placements if isinstance(p.source, int))
+        numbers = {source: number for number, source in enumerate(used)}
+        renumbered = (p._replace(source=numbers[p.source]) if isinstance(p.source, int) else p for p in placements)
+        return cls(target, tuple(infos[source] for source in used), tuple(renumbered), rules)
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep:
+    """Read source tensors, run a function on them, copy its results into targets."""
+
+    targets: Mapping[str, Target]
+    sources: tuple[TensorInfo | tuple[TensorInfo, ...], ...]
+    function: Callable[[Sequence[Any]], Mapping[str, torch.Tensor]]
+    rules: tuple[str, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStep:
+    """Hand a source tensor to the parameter's own ``weight_loader``."""
+
+    target: Target
+    info: TensorInfo
+    shard_id: Any = None
+    rules: tuple[str, ...] = ()
+
+
+Step = CopyStep | ComputeStep | CallStep
+
+
+def step_targets(step: Step) -> list[Target]:
+    """What a step fills."""
+    return list(step.targets.values()) if isinstance(step, ComputeStep) else [step.target]
+
+
+def step_infos(step: Step) -> list[TensorInfo]:
+    """What a step reads."""
+    if isinstance(step, CopyStep):
+        return list(step.sources)
+    if isinstance(step, CallStep):
+        return [step.info]
+    return [i for s in step.sources for i in (s if isinstance(s, tuple) else (s,))]
+
+
+def single_run(info: TensorInfo) -> Extent | None:
+    """The extent, where a whole tensor lies in one run in row-major order."""
+    if info.is_raw and len(info.extents) == 1 and info.extents[0].is_contiguous:
+        return info.extents[0]
+    return None
+
+
+def makes_up_its_target(step: CopyStep) -> bool:
+    """Whether the copies of a step read what is in their sources, and write each element of the target exactly once.
+
+    Raises:
+        TooManyPlacements: If that can't be told in bounded time.
+    """
+    size = step.target.tensor.numel()
+    return (
+        # By far the cheapest to tell, and true of all that is right.
+        sum(placed.numel for placed in step.placements) == size
+        and all(_lies_inside(placed, step.sources, size) for placed in step.placements)
+        and cover(step.placements, size).is_exact
+    )
+
+
+def _lies_inside(placed: Placement, sources: Sequence[TensorInfo], size: int) -> bool:
+    if is_empty(placed):
+        return True
+    if placed.target_start < 0 or placed.target_end > size:
+        return False
+    if isinstance(placed.source, Constant):
+        return True
+    if placed.source is None or not 0 <= placed.source < len(sources):
+        return False
+    low, high = placed.source_range
+    return low >= 0 and high <= sources[placed.source].numel
