@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weightloaders.errors import SaveError
-from weightloaders.mapping.placement import Placement, compose, placement, row_major
+from weightloaders.mapping.placement import Placement, TooManyPlacements, compose, placement, row_major
 from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
 from weightloaders.transfer.engine import Transfer
@@ -99,7 +99,8 @@ def in_memory(tensors: Mapping[str, torch.Tensor]) -> Fetch:
             flat = torch.empty(size, dtype=dtype, device=devices.pop() if len(devices) == 1 else "cpu")
             for name, piece in pieces:
                 tensor = _plain(tensors[name].detach())
-                for part in _from_storage(tensor, piece):
+                tensor, parts = _from_storage(tensor, piece)
+                for part in parts:
                     strided(flat, part, 2, 0).copy_(strided(tensor, part, 1, 0))
             return flat
 
@@ -114,12 +115,15 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _from_storage(tensor: torch.Tensor, piece: Placement) -> Sequence[Placement]:
-    """A copy out of a tensor as copies out of the memory that it is a view of."""
-    if tensor.is_contiguous():
-        return [piece]
-    laid_out = placement(0, 0, 0, zip(tensor.shape, tensor.stride(), row_major(tensor.shape), strict=True))
-    return compose([laid_out], piece)[0]
+def _from_storage(tensor: torch.Tensor, piece: Placement) -> tuple[torch.Tensor, Sequence[Placement]]:
+    """A copy out of a tensor as copies out of the memory that it is a view of, so that it need not be copied whole."""
+    if not tensor.is_contiguous():
+        laid_out = placement(0, 0, 0, zip(tensor.shape, tensor.stride(), row_major(tensor.shape), strict=True))
+        try:
+            return tensor, compose([laid_out], piece)[0]
+        except TooManyPlacements:
+            return tensor.contiguous(), [piece]
+    return tensor, [piece]
 
 
 def in_files(infos: Mapping[str, TensorInfo]) -> Fetch:

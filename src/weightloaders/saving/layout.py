@@ -39,8 +39,8 @@ def checkpoint_layout(
     """
     targets = Targets(model)
     tensors = {**dict(model.named_buffers(remove_duplicate=False)), **targets.tensors}
-    _check_all_saved(targets, origin)
     written = invert_origin(with_calls(origin, tensors), tensors, policies, stored_dtype=stored_dtype)
+    _check_all_saved(targets, origin)
     for tensor in written:
         for name, _ in tensor.pieces:
             if tensors[name].is_meta:
@@ -61,7 +61,7 @@ def _check_all_saved(targets: Targets, origin: Origin) -> None:
     names = [t.name for t in rest if t.name not in with_others and not (excused and excused.search(t.name))]
     if names:
         raise SaveError(
-            f"the checkpoint has no tensor for {listed(names)}, which the model has; nothing was written",
+            f"the checkpoint has no place for {listed(names)}, which the model has; nothing was written",
             tensor=names[0],
             hint="layout='model' writes all that the model has, under its own names",
         )
