@@ -380,6 +380,17 @@ def test_loading_from_the_hub_downloads_into_the_cache_as_ever(hub: Hub, cache: 
     assert {path.name for path in cache.rglob("snapshots/*/*")} == set(SHARDED)
 
 
+@pytest.mark.parametrize("command", ["convert", "compare", "compare --headers-only"])
+def test_commands_that_read_everything_download_first(hub: Hub, cache: Path, tmp_path: Path, command: str) -> None:
+    where = f"cache_dir={cache}"
+    if command == "convert":
+        run("convert", "org/name", tmp_path / "out", "--to", "safetensors", "--option", where, "--quiet")
+    else:
+        name, *switches = command.split()
+        run(name, "org/name", "hf://org/name", "--option-a", where, "--option-b", where, "--quiet", *switches)
+    assert cache.exists() == ("--headers-only" not in command)
+
+
 def test_several_headers_are_asked_for_at_once(hub: Hub, cache: Path) -> None:
     shards = {f"model-{i:05}-of-00006.safetensors": shard(**{f"t{i}": i}) for i in range(1, 7)}
     hub.commits[COMMIT] = {**shards, INDEX: index(**{f"t{i}": name for i, name in enumerate(shards, 1)})}

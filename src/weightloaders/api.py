@@ -63,12 +63,17 @@ def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Wei
         OptionsError: If the options don't suit the loader.
         ConfigError: If the source is no path or name.
     """
+    with headers_only():
+        return open_to_read(source, loader, **kwargs)
+
+
+def open_to_read(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Weights:
+    """The same, for who will read all of it: what lies on the hub is downloaded into the cache first."""
     if not isinstance(source, str | Path):
         raise ConfigError(f"a source is a str or a Path, not {_a(source)}", hint="weights themselves need no opening")
     name = as_name(source)
     found = WeightLoaderRegistry.resolve(loader, kwargs, source=name)
-    with headers_only():
-        return as_catalogue(get_weights(found, name), borrowed=is_borrowed(found, name))
+    return as_catalogue(get_weights(found, name), borrowed=is_borrowed(found, name))
 
 
 def plan_load(

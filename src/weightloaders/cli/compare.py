@@ -57,11 +57,12 @@ def compare_sources(
 
     Memory is bounded by the largest tensor. Not-a-number equals not-a-number.
     """
-    from weightloaders.api import open_weights
+    from weightloaders.api import open_to_read, open_weights
 
+    opened = open_weights if headers_only else open_to_read
     with (
-        open_weights(a, loader_a, **loader_options(option_a)) as weights_a,
-        open_weights(b, loader_b, **loader_options(option_b)) as weights_b,
+        opened(a, loader_a, **loader_options(option_a)) as weights_a,
+        opened(b, loader_b, **loader_options(option_b)) as weights_b,
     ):
         found = _differences(weights_a, weights_b, atol, values=not headers_only)
         tensors = len(weights_a.keys() | weights_b.keys())

@@ -55,7 +55,7 @@ def convert_source(
 
     One tensor is in memory at a time. DST appears once it is complete; nothing that exists is replaced.
     """
-    from weightloaders.api import open_weights, parse_size
+    from weightloaders.api import open_to_read, parse_size
     from weightloaders.progress import Progress
     from weightloaders.weights.atomic import made_folder
     from weightloaders.weights.raw import RawFolder, dtype_option
@@ -66,7 +66,7 @@ def convert_source(
     shard_bytes = parse_size(max_shard_size)
     _check_free(target)
     companions = _companions(_at_home(source), wanted)
-    with open_weights(source, loader, **loader_options(option)) as opened, Progress(settings.progress) as progress:
+    with open_to_read(source, loader, **loader_options(option)) as opened, Progress(settings.progress) as progress:
         weights = _cast(opened, wanted)
         read = _counted(weights, progress)
         if to is Format.SAFETENSORS and target.suffix == ".safetensors":
