@@ -329,7 +329,8 @@ def test_block_scales_are_multiplied_in_by_a_computed_step_whose_shape_is_known_
 
     found = plan({"l.weight": by_hand[:9]}, stored, rule)
     assert found.mismatched == ["l.weight"]
-    assert "[10, 6] (made of 2 tensors), the model wants [9, 6]" in found.errors[0].message
+    assert "[10, 6] (made of 2 tensors by dequantised(*.weight, " in found.errors[0].message
+    assert "the model wants [9, 6]" in found.errors[0].message
 
 
 def test_a_function_that_writes_into_what_it_is_given_does_not_change_the_source() -> None:

@@ -161,9 +161,11 @@ class Placing:
         if futile:
             self.futile[source] = futile
 
-    def _fits(self, target: Target, shape: Sequence[int], dtype: torch.dtype, infos: Sequence[TensorInfo]) -> bool:
-        """Whether what comes of some sources fits a target; else a finding says why not."""
-        of = f" (made of {len(infos)} tensors)" if len(infos) > 1 else ""
+    def _fits(
+        self, target: Target, shape: Sequence[int], dtype: torch.dtype, infos: Sequence[TensorInfo], rule: str = ""
+    ) -> bool:
+        """Whether what comes of some sources, by a rule or as they are, fits a target; else a finding says why not."""
+        of = f" (made of {len(infos)} tensor{'s' if len(infos) > 1 else ''} by {rule})" if rule else ""
         shape, wanted = tuple(shape), target.shape
         # A scalar in a file and a parameter of one element are the same thing.
         if shape != wanted and {shape, wanted} != {(), (1,)}:
@@ -242,7 +244,7 @@ class Placing:
             target = self.targets.by_name.get(name)
             if target is None:
                 self._unwanted(name, name, f"{state.group.rule} makes it, and the model does not have it")
-            elif self._takes(target, result, infos):
+            elif self._takes(target, result, infos, state.group.rule):
                 taken[name] = target
         if outcome.computed:
             arguments = tuple(state.arguments())
@@ -271,10 +273,10 @@ class Placing:
                 )
             )  # fmt: skip
 
-    def _takes(self, target: Target, result: torch.Tensor | None, infos: Sequence[TensorInfo]) -> bool:
+    def _takes(self, target: Target, result: torch.Tensor | None, infos: Sequence[TensorInfo], rule: str) -> bool:
         """Whether a group's result fits its target, and nothing else fills that."""
         canonical = self.targets.canonical[target.name]
-        if result is not None and not self._fits(target, result.shape, result.dtype, infos):
+        if result is not None and not self._fits(target, result.shape, result.dtype, infos, rule):
             self.spoilt.add(canonical)
             return False
         if canonical in self.filled:
