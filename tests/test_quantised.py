@@ -212,6 +212,8 @@ def test_a_quantised_checkpoint_loads_as_transformers_loads_it(
     # What runs bitnet's layers is compiled first, which takes a quarter of a minute.
     assert_same(model, theirs(folder(kind), dtype=dtype), runs=kind != "bitnet llama")
     assert (report.missing, report.unexpected, report.mismatched) == ([], [], [])
+    # Codes are not cast.
+    assert {stored for stored, _ in report.cast.values()} <= {"torch.bfloat16", "torch.float32"}
     assert load_status(model) == "loaded"
 
 

@@ -19,10 +19,10 @@ def is_codes(dtype: torch.dtype) -> bool:
 
 
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast that may be made loses precision or range; codes that were de-quantised are none.
+    """Whether a cast that may be made loses precision or range.
 
     bfloat16 and float16 each hold numbers that the other does not.
     """
     if source == target:
         return False
-    return {source, target} == {torch.bfloat16, torch.float16} or _PRECISION.get(source, 0) > _PRECISION.get(target, 0)
+    return {source, target} == {torch.bfloat16, torch.float16} or _PRECISION[source] > _PRECISION[target]

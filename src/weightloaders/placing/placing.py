@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import WeightLoadersError
-from weightloaders.mapping.dtypes import may_cast
+from weightloaders.mapping.dtypes import is_codes, may_cast
 from weightloaders.placing.accounting import settle
 from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
 from weightloaders.placing.comparing import agree
@@ -188,6 +188,8 @@ class Placing:
 
     def _note_cast(self, target: Target, dtype: torch.dtype, info: TensorInfo) -> None:
         stored = stored_dtype(info)
+        # Codes that were multiplied by their scales were not cast.
+        stored = dtype if is_codes(stored) else stored
         if stored != target.dtype or dtype != target.dtype:
             self.plan.cast[target.name] = (stored, target.dtype)
 
