@@ -671,6 +671,119 @@ def test_progress_is_a_few_lines_or_none(folder, tmp_path):
     assert "loaded" not in silent.stderr
 
 
+FUSING = """
+rename: {model.layers: layers}
+convert:
+  - sources: ["layers.*.self_attn.q_proj.weight", "layers.*.self_attn.k_proj.weight", "layers.*.self_attn.v_proj.weight"]
+    targets: "layers.*.qkv.weight"
+    function: fuse_qkv_interleaved
+  - {sources: ["layers.*.mlp.gate_proj.weight", "layers.*.mlp.up_proj.weight"], targets: "layers.*.gate_up.weight", function: fuse_gate_up}
+"""  # noqa: E501 -- one rule a line
+
+
+@pytest.fixture
+def fused(folder, tmp_path) -> tuple[Path, Path]:
+    """The tiny Llama in fused layers, and the rules that made it so."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(FUSING)
+    run("convert", folder, tmp_path / "fused", "--to", "safetensors", "--rules", rules, "--max-shard-size", "8KB")
+    return tmp_path / "fused", rules
+
+
+def test_rules_change_names_and_layouts_on_the_way(folder, tensors, fused):
+    result = converted(fused[0])
+    assert "layers.1.qkv.weight" in result
+    assert not any("proj" in name for name in result if "o_proj" not in name and "down_proj" not in name)
+    q, k, v = (tensors[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv")
+    # As the config says: two heads of eight rows, each with its own key and value.
+    rows = [part[at : at + 8] for at in (0, 8) for part in (q, k, v)]
+    assert torch.equal(result["layers.1.qkv.weight"], torch.cat(rows))
+    assert torch.equal(
+        result["layers.0.gate_up.weight"],
+        torch.cat([tensors[f"model.layers.0.mlp.{part}_proj.weight"] for part in ("gate", "up")]),
+    )
+    assert (fused[0] / "config.json").exists()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "binary"])
+def test_the_same_rules_lead_back_into_the_layout_of_another_checkpoint(folder, tensors, fused, tmp_path, to):
+    run("convert", fused[0], tmp_path / "back", "--to", to, "--rules", fused[1], "--like", folder)
+    run("compare", tmp_path / "back", folder)
+    if to == "safetensors":
+        assert same(converted(tmp_path / "back"), tensors)
+
+
+def test_a_dtype_may_change_on_the_way(folder, tensors, fused, tmp_path):
+    back = ("--rules", fused[1], "--like", folder, "--dtype", "bfloat16")
+    run("convert", fused[0], tmp_path / "back", "--to", "safetensors", *back)
+    assert same(converted(tmp_path / "back"), {name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+def test_the_way_back_reads_only_the_headers_of_the_other_checkpoint(folder, fused, tmp_path):
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    for file in folder.glob("model*"):
+        (hollow / file.name).write_bytes(file.read_bytes())
+        if file.suffix == ".safetensors":
+            with (hollow / file.name).open("r+b") as opened:
+                opened.truncate(8 + int.from_bytes(opened.read(8), "little"))
+                opened.truncate(file.stat().st_size)
+    back = ("--rules", fused[1], "--like", hollow, "--model", folder)
+    run("convert", fused[0], tmp_path / "back", "--to", "safetensors", *back)
+    run("compare", tmp_path / "back", folder)
+
+
+def test_what_there_is_no_value_for_is_named_and_can_be_left_out(folder, tensors, fused, tmp_path):
+    more = tmp_path / "more"
+    more.mkdir()
+    changed(tensors, more / "model.safetensors", extra=torch.ones(3))
+    back = ("--to", "safetensors", "--rules", fused[1], "--like", more)
+    message = run("convert", fused[0], tmp_path / "back", *back, status=1).stderr
+    assert "extra: it belongs into extra, which is not there" in message
+    assert "--on-missing extra=warn" in message
+    assert not (tmp_path / "back").exists()
+    assert "extra" in run("convert", fused[0], tmp_path / "back", *back, "--on-missing", "extra=warn").stderr
+    assert same(converted(tmp_path / "back"), tensors)
+
+
+def test_what_has_no_place_in_the_other_layout_is_named(tensors, fused, folder, tmp_path):
+    less = tmp_path / "less"
+    less.mkdir()
+    changed(tensors, less / "model.safetensors", model__norm__weight=None)
+    back = ("--to", "safetensors", "--rules", fused[1], "--like", less)
+    assert "has no place for model.norm.weight" in run("convert", fused[0], tmp_path / "back", *back, status=1).stderr
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("rename: {model.norm.weight: lm_head.weight}", "two tensors come out as 'lm_head.weight'"),
+        ("convert: [{sources: [model.norm.weight, absent], targets: x, function: fuse_gate_up}]", "absent is missing"),
+        ("convert: [{sources: lm_head.weight, targets: x, function: reshape, shape: [3, 3]}]", "can't be applied"),
+    ],
+)
+def test_rules_that_can_not_be_applied_are_told_before_anything_is_written(folder, tmp_path, rules, said):
+    (tmp_path / "rules.yaml").write_text(rules)
+    arguments = ("convert", folder, tmp_path / "out", "--to", "safetensors", "--rules", tmp_path / "rules.yaml")
+    assert said in run(*arguments, status=1).stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_rules_compute_is_computed_and_what_they_drop_is_left_out(tmp_path):
+    v, g = torch.randn(4, 3), torch.rand(4, 1)
+    save_file({"v": v, "g": g, "rest": torch.ones(2), "gone": torch.ones(2)}, tmp_path / "in.safetensors")
+    (tmp_path / "rules.yaml").write_text(
+        "drop: [gone, nothing]\nconvert: [{sources: [g, v], targets: w, function: weight_norm}]"
+    )
+    arguments = ("--to", "safetensors", "--rules", tmp_path / "rules.yaml")
+    said = run("convert", tmp_path / "in.safetensors", tmp_path / "out.safetensors", *arguments).stderr
+    assert "drop 'nothing' matches no tensor" in said
+    result = load_file(tmp_path / "out.safetensors")
+    assert result.keys() == {"w", "rest"}
+    assert torch.equal(result["w"], torch._weight_norm(v, g, 0))
+
+
 # ------------------------------------------------------------------ compare
 
 

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weightloaders.cli.common import Loader, Option, Source, loader_options, remark, settings
+from weightloaders.cli.common import (
+    Loader,
+    Option,
+    Rules,
+    Source,
+    loader_options,
+    policies,
+    remark,
+    rules_file,
+    settings,
+)
+from weightloaders.cli.hints import for_command_line
 from weightloaders.errors import SaveError
 
 if TYPE_CHECKING:
@@ -27,6 +38,7 @@ if TYPE_CHECKING:
 # What makes a folder of weights a model: config, tokenizer, chat template, code. An index belongs to the old weights.
 _COPIED = (".json", ".txt", ".model", ".jinja", ".py")
 _NOT_COPIED = ("meta.txt", "trainer_state.json")
+_CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1 << 24
 
 
@@ -50,10 +62,38 @@ def convert_source(
         typer.Option(metavar="NAME", help="Cast floating-point tensors, e.g. to bfloat16."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file, e.g. 500MB.")] = "5GB",
+    rules: Rules = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SRC",
+            help="Write in the layout of this checkpoint, from whose names --rules lead to those of SRC.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="DIR",
+            help="Folder or hub id with the config that tells the rules' sizes. Default: SRC.",
+            show_default=False,
+        ),
+    ] = None,
+    on_missing: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Tensors of --like that SRC has no values for: error, warn or ignore; or PATTERN=one of these.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write the weights of SRC in another format, with the config and tokenizer files that lie beside them.
 
-    One tensor is in memory at a time. DST appears once it is complete; nothing that exists is replaced.
+    One tensor is in memory at a time. DST appears once it is complete; nothing that exists is replaced. With --rules,
+    names and layouts change on the way; with --like as well, they change back.
     """
     from weightloaders.api import open_to_read, parse_size
     from weightloaders.progress import Progress
@@ -67,7 +107,10 @@ def convert_source(
     _check_free(target)
     companions = _companions(_at_home(source), wanted)
     with open_to_read(source, loader, **loader_options(option)) as opened, Progress(settings.progress) as progress:
-        weights = _cast(opened, wanted)
+        laid_out = (
+            opened if rules is like is None else _laid_out(opened, rules, like, _config(model, source), on_missing)
+        )
+        weights = _cast(laid_out, wanted)
         read = _counted(weights, progress)
         if to is Format.SAFETENSORS and target.suffix == ".safetensors":
             with made_folder(target.parent):
@@ -89,6 +132,52 @@ def _at_home(name: str) -> Path:
     return Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such home
 
 
+def _laid_out(
+    weights: Weights, rules: str | None, like: str | None, config: Any, on_missing: list[str] | None
+) -> Weights:
+    """The same weights as rules say, or back in the layout of a checkpoint that rules would make them of."""
+    from weightloaders.api import open_weights
+    from weightloaders.mapping.parsing import parse_rules
+    from weightloaders.plan import Policies
+    from weightloaders.saving import arrange, laid_out_like, rearranged
+    from weightloaders.weights.weights import Weights
+
+    parsed = parse_rules(rules_file(rules))
+    if like is None:
+        plan = arrange(weights.infos(), parsed, config)
+        for finding in plan.findings:
+            remark(for_command_line(str(finding)))
+        return Weights.describe(rearranged(plan))
+    decided = policies(on_missing=on_missing).get("on_missing", "error")
+    with open_weights(like) as other:
+        return Weights.describe(
+            laid_out_like(weights.infos(), other.infos(), parsed, config, Policies(missing=decided))
+        )
+
+
+def _config(model: str | None, source: str) -> Any:
+    """The config of a model, as it stands in its file; None where there is none beside the weights."""
+    from weightloaders.skeleton import model_files
+
+    file = _at_home(source) / _CONFIG if model is None else model_files(model, needed=_CONFIG) / _CONFIG
+    if not file.is_file():
+        return None
+    config = _read_config(file)
+    # Models of text and more keep what is said of the text by itself.
+    text = config.get("text_config") if isinstance(config, dict) else None
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _read_config(file: Path) -> Any:
+    from weightloaders.weights.texts import read_text
+
+    text = read_text(file, _MAX_CONFIG_BYTES)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SaveError(f"the config {file} is no JSON: {error}", file=file) from error
+
+
 def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
     """The same weights with their real numbers in another dtype."""
     from weightloaders.mapping.dtypes import may_cast
@@ -106,15 +195,9 @@ def _cast(weights: Weights, dtype: torch.dtype | None) -> Weights:
 
 
 def _cast_tensor(weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor:
-    tensor = weights[name]
-    result = tensor.to(dtype)
-    if bool(result.isinf().any()) and not bool(tensor.isinf().any()):
-        raise SaveError(
-            f"tensor {name!r} has values that {dtype} has no room for: they would become infinite",
-            tensor=name,
-            hint="bfloat16 has the range of float32",
-        )
-    return result
+    from weightloaders.saving import cast
+
+    return cast(name, weights[name], dtype)
 
 
 def _counted(weights: Weights, progress: Progress) -> Callable[[str], torch.Tensor]:
@@ -156,21 +239,14 @@ def _appearing(target: Path) -> AbstractContextManager[Path]:
 
 def _companions(source: Path, dtype: torch.dtype | None) -> dict[str, Path | str]:
     """What comes along, by name: files to copy, or the text of one that changes. Read before anything is written."""
-    from weightloaders.weights.texts import read_text
-
     found: dict[str, Path | str] = {}
     for file in sorted(source.iterdir()) if source.is_dir() else ():
         name = file.name.lower()
         if not name.endswith(_COPIED) or name in _NOT_COPIED or ".index." in name or not file.is_file():
             continue
         found[file.name] = file
-        if name == "config.json" and dtype is not None:
-            text = read_text(file, _MAX_CONFIG_BYTES)
-            try:
-                config = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise SaveError(f"can't change the dtype in {file}: it is no JSON: {error}", file=file) from error
-            changed = _with_dtype(config, str(dtype).removeprefix("torch."))
+        if name == _CONFIG and dtype is not None:
+            changed = _with_dtype(_read_config(file), str(dtype).removeprefix("torch."))
             found[file.name] = json.dumps(changed, indent=2) + "\n"
     return found
 

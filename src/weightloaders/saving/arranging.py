@@ -8,17 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightloaders.errors import RuleError, WeightLoadersError
+from weightloaders.errors import RuleError, SaveError, WeightLoadersError
+from weightloaders.loading import origin_of
 from weightloaders.mapping.names import claim_name, natural_order
 from weightloaders.mapping.rules import Rule, RuleMapper
 from weightloaders.placing.groups import GroupState, Incomplete, outcome_of
 from weightloaders.plan import ComputeStep, CopyStep, Finding, LoadPlan, Step, listed, step_infos, step_targets
+from weightloaders.saving.gathering import gathered, in_files
+from weightloaders.saving.inverting import invert_origin
 from weightloaders.targets import Target
 from weightloaders.transfer.engine import Transfer
 from weightloaders.weights.info import TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from weightloaders.plan import Policies
+    from weightloaders.saving.gathering import Fetch
+    from weightloaders.saving.inverting import Written
 
 
 def arrange(infos: Sequence[TensorInfo], rules: Sequence[Rule], config: Any = None) -> LoadPlan:
@@ -106,6 +113,48 @@ def _check_names(plan: LoadPlan) -> None:
 def rearranged(plan: LoadPlan) -> list[TensorInfo]:
     """The tensors that come out of such a plan; each is read by its step when it is asked for."""
     return [info for step in plan.steps for info in _infos_of(step)]
+
+
+def laid_out_like(
+    infos: Iterable[TensorInfo], like: Sequence[TensorInfo], rules: Sequence[Rule], config: Any, policies: Policies
+) -> list[TensorInfo]:
+    """Tensors in the layout of another catalogue, of which rules would make them.
+
+    Args:
+        infos: The tensors.
+        like: The other catalogue; none of its values are read.
+        rules: The rules that lead from its names to those of the tensors.
+        config: A model's config, which tells the sizes that rules leave out.
+        policies: What is done about tensors of the other catalogue whose values are nowhere.
+
+    Returns:
+        The tensors that come out; each is put together when it is asked for.
+
+    Raises:
+        RuleError: If a rule can't be applied.
+        SaveError: If a tensor can't be put together and may not be left out, or one has no place in the other layout.
+    """
+    origin = origin_of(arrange(like, rules, config), like)
+    own = {info.name: info for info in infos}
+    written = invert_origin(origin, own, policies)
+    homeless = [name for name in own if name not in origin.shapes]
+    if homeless:
+        raise SaveError(
+            f"the other layout has no place for {listed(homeless)}; nothing was written",
+            tensor=homeless[0],
+            hint="the rules are to lead from the other layout's names to these",
+        )
+    fetch = in_files(own)
+    return [_out_of_pieces(tensor, own, fetch) for tensor in written]
+
+
+def _out_of_pieces(tensor: Written, own: Mapping[str, TensorInfo], fetch: Fetch) -> TensorInfo:
+    if len(tensor.pieces) == 1:
+        name, piece = tensor.pieces[0]
+        if piece.is_contiguous and (own[name].shape, own[name].dtype) == (tensor.shape, tensor.dtype):
+            # Its bytes are read as they lie.
+            return own[name].renamed(tensor.name)
+    return TensorInfo(tensor.name, tensor.dtype, tensor.shape, read=functools.partial(gathered, tensor, fetch))
 
 
 def _infos_of(step: Step) -> Iterator[TensorInfo]:

@@ -102,8 +102,7 @@ class Losses:
             raise SaveError(
                 f"{len(self._fatal)} of the checkpoint's tensors can't be written back; nothing was written\n{body}",
                 tensor=first,
-                hint="layout='model' writes what the model has, under its own names; "
-                f"on_missing={{{first!r}: 'warn'}} leaves a tensor out",
+                hint=f"on_missing={{{first!r}: 'warn'}} leaves a tensor out",
             )
         for reason, names in self._told.items():
             logger.warning("left out, for %s: %s", reason, listed(names))
@@ -136,13 +135,13 @@ def invert_origin(
 
 
 def _changed(stored: Stored, origin: Origin, own: Mapping[str, Sized]) -> str:
-    """What is no longer as it was when the tensor was loaded; empty where nothing is."""
+    """What is not there as the tensor needs it; empty where everything is."""
     for name, _ in stored.ways:
         there = own.get(name)
         if there is None:
-            return f"it went into {name}, which is not there any more"
+            return f"it belongs into {name}, which is not there"
         if tuple(there.shape) != origin.shapes[name]:
-            return f"it went into {name} of shape {list(origin.shapes[name])}, which has {list(there.shape)} now"
+            return f"it belongs into {name} of shape {list(origin.shapes[name])}, which has {list(there.shape)}"
     return ""
 
 

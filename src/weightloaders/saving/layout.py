@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from weightloaders.loading import Origin
     from weightloaders.plan import Policies
 
+_OWN_LAYOUT = "layout='model' writes all that the model has, under its own names"
+
 
 def checkpoint_layout(
     model: nn.Module, origin: Origin, policies: Policies, *, stored_dtype: bool = False
@@ -39,7 +41,11 @@ def checkpoint_layout(
     """
     targets = Targets(model)
     tensors = {**dict(model.named_buffers(remove_duplicate=False)), **targets.tensors}
-    written = invert_origin(with_calls(origin, tensors), tensors, policies, stored_dtype=stored_dtype)
+    try:
+        written = invert_origin(with_calls(origin, tensors), tensors, policies, stored_dtype=stored_dtype)
+    except SaveError as error:
+        error.hint = f"{error.hint}; {_OWN_LAYOUT}"
+        raise
     _check_all_saved(targets, origin)
     for tensor in written:
         for name, _ in tensor.pieces:
@@ -63,5 +69,5 @@ def _check_all_saved(targets: Targets, origin: Origin) -> None:
         raise SaveError(
             f"the checkpoint has no place for {listed(names)}, which the model has; nothing was written",
             tensor=names[0],
-            hint="layout='model' writes all that the model has, under its own names",
+            hint=_OWN_LAYOUT,
         )
