@@ -18,6 +18,7 @@ from weightloaders.loading import (
     load_origin,
     make_plan,
     origin_of,
+    prove_plan,
 )
 from weightloaders.plan import Policies
 from weightloaders.prepare import load_context, load_from, prepare, resolve_loader
@@ -35,12 +36,16 @@ if TYPE_CHECKING:
 
     from weightloaders.loading import Origin
     from weightloaders.loading.context import Verify
+    from weightloaders.mapping.recipes import Trusted
     from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
     from weightloaders.weights.safetensors import Described
 
 Layout = Literal["model", "checkpoint"]
+
+# What `plan_load` was asked to do where nothing was said.
+_AS_PLANNED = (None, "error", "warn", "error", True)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -87,6 +92,8 @@ def plan_load(
     automatic: bool = True,
     loader: Any = "auto",
     loader_kwargs: Mapping[str, Any] | None = None,
+    plan: LoadPlan | None = None,
+    trust: Sequence[Trusted] = (),
 ) -> LoadPlan:
     """Say what a load would do, from headers alone.
 
@@ -102,12 +109,29 @@ def plan_load(
             model itself declares change names.
         loader: Who opens a source.
         loader_kwargs: Options for it.
+        plan: A plan that was read back (`LoadPlan.from_json`): it is not made again, but proved against the model and
+            the weights. It has rules and policies of its own.
+        trust: The functions that such a plan may run, themselves or as ``"package.module:function"``. Ready-made
+            layouts and transformers' conversions need not be named.
 
     Returns:
         The plan; `LoadPlan.run` carries it out as long as the weights are open.
+
+    Raises:
+        PlanError: If the model or the weights are not those that ``plan`` was made for.
+        RuleError: If rules or policies can't be understood, or ``plan`` would run a function that nobody trusts.
+        ModelError: If the model can't be filled at all.
+        SourceError: If the source can't be opened.
     """
+    if plan is not None and (rules, on_missing, on_unexpected, on_mismatch, automatic) != _AS_PLANNED:
+        raise ConfigError(
+            "a plan that was read back was made by rules and policies of its own",
+            hint="leave out rules, policies and automatic; or leave out plan, and a new one is made by them",
+        )
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
+    if plan is not None:
+        return prove_plan(model, as_catalogue(weights), plan, trust)
     context = load_context(rules, on_missing, on_unexpected, on_mismatch, automatic=automatic)
     return make_plan(model, as_catalogue(weights), context)
 

@@ -9,6 +9,7 @@ from weightloaders.loading.loading import (
     load_given,
     load_planned,
     make_plan,
+    prove_plan,
 )
 from weightloaders.loading.origin import Origin, origin_of
 from weightloaders.loading.status import check_usable, load_origin, load_status
@@ -27,4 +28,5 @@ __all__ = [
     "load_status",
     "make_plan",
     "origin_of",
+    "prove_plan",
 ]

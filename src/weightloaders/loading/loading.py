@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from weightloaders.loading.watching import load_by_loader, load_by_model, own_lo
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.planner import Planner
+from weightloaders.proving import proved
 from weightloaders.targets import check_is_module
 from weightloaders.transfer.forecast import forecast
 from weightloaders.weights.weights import Stream, Weights, as_weights
@@ -34,6 +35,7 @@ from weightloaders.weights.weights import Stream, Weights, as_weights
 if TYPE_CHECKING:
     from torch import nn
 
+    from weightloaders.mapping.recipes import Trusted
     from weightloaders.plan import LoadPlan
     from weightloaders.report import LoadReport
     from weightloaders.targets import Targets
@@ -180,7 +182,25 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
     check_is_module(model)
     context = context.changed(ties=hf.pending_ties(model))
     targets = targets_of(model, context)
-    plan = _plan(model, weights, targets, context)
+    return _runnable(_plan(model, weights, targets, context), weights, targets, context)
+
+
+def prove_plan(model: nn.Module, weights: Weights, plan: LoadPlan, trust: Sequence[Trusted]) -> LoadPlan:
+    """A plan that was read back, proved against a model and a catalogue. No data is read.
+
+    Raises:
+        PlanError: If they are not those that it was made for, or it is not what a plan must be.
+        RuleError: If it would run a function that is not known, and not trusted.
+    """
+    check_is_module(model)
+    context = LoadContext(ties=hf.pending_ties(model))
+    targets = targets_of(model, context)
+    weights.check_open()
+    return _runnable(proved(plan, targets, weights.infos(), trust), weights, targets, context)
+
+
+def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadContext) -> LoadPlan:
+    """The plan, with what carries it out as long as the weights are open."""
 
     def runner(plan: LoadPlan, model: nn.Module) -> LoadReport:
         check_is_module(model)
@@ -190,7 +210,7 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
             make_ties(model, context, report.loaded)
             return report
 
-    plan.runner = runner
+    plan.runner, plan.forecaster = runner, forecast
     return plan
 
 
