@@ -243,6 +243,14 @@ def test_the_option_that_dequantises_is_an_object_or_a_mapping(folder: Callable[
     assert report.warnings == []
 
 
+def test_every_option_of_a_mapping_counts(changed: Callable[..., Path]) -> None:
+    path = changed("fp8 deepseek", quantization_config={**FP8, "weight_block_size": [32, 32]})
+    with pytest.raises(PlanError, match="32 x 32"):
+        from_pretrained(path, progress=False)
+    model, _ = from_pretrained(path, quantization_config={"weight_block_size": [16, 16]}, progress=False)
+    assert_same(model, theirs(path))
+
+
 def test_a_config_without_a_dtype_takes_that_of_the_weights_that_are_plain(changed: Callable[..., Path]) -> None:
     path = changed("fp8 deepseek", lambda tensors: tensors.pop("lm_head.weight"), dtype=None)
     path = shutil.copytree(path, path.parent / "tied")

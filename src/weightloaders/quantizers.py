@@ -57,9 +57,12 @@ def quantisation_for(config: Any, wanted: Any, device: torch.device | None, sour
     try:
         from transformers.quantizers.auto import AutoQuantizationConfig, get_hf_quantizer
 
+        declared = dict(declared if isinstance(declared, Mapping) else declared.to_dict())
         if isinstance(wanted, Mapping):
-            wanted = _changed(AutoQuantizationConfig.from_dict(dict(_as_mapping(declared))), wanted)
-        asked = any(told(options, "dequantize") for options in (wanted, declared))
+            _check_options(AutoQuantizationConfig.from_dict(declared), wanted)
+            declared, wanted = {**declared, **wanted}, None
+        config.quantization_config = declared
+        asked = any(told(options, "dequantize") for options in (declared, wanted))
         placed = None if device is None else {"": device}
         quantizer, _, _ = get_hf_quantizer(config, wanted, placed, weights_only=True, user_agent={})
     except ConfigError:
@@ -133,19 +136,13 @@ def _declared(config: Any) -> Any:
     return declared
 
 
-def _as_mapping(declared: Any) -> Mapping[str, Any]:
-    return declared if isinstance(declared, Mapping) else declared.to_dict()
-
-
-def _changed(config: Any, options: Mapping[str, Any]) -> Any:
-    """A checkpoint's own config of transformers with some options changed."""
+def _check_options(config: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what is no option of a checkpoint's own config of transformers."""
     known = sorted(name for name in vars(config) if not name.startswith("_"))
-    for name, value in options.items():
+    for name in options:
         if name not in known:
             near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
             raise ConfigError(f"quantization_config of a checkpoint in {method_of(config)} has no {name!r}{near}")
-        setattr(config, name, value)
-    return config
 
 
 def _unchecked(declared: Any, wanted: Any) -> Any:
