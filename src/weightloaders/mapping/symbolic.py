@@ -124,8 +124,10 @@ class _Space:
     @property
     def overwritten(self) -> bool:
         """Whether anything that came from a source was written over."""
+        if self._overwritten or self.is_source or self.filled:
+            return self._overwritten
         copies = [layer for layer in self.layers if isinstance(layer.source, int)]
-        if not self._overwritten and not self.is_source and len(copies) > 1:
+        if len(copies) > 1:
             end = max(layer.target_end for layer in self.layers)
             seen, _ = compose(self.layers, whole(0, end))
             self._overwritten = sum(s.numel for s in seen if isinstance(s.source, int)) < sum(
@@ -212,6 +214,11 @@ class SymbolicTensor(torch.Tensor):
 
 class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
     """Sees to it that new memory is a symbol."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Refused: to keep its compiler away from here, where it is not, torch would import it, which takes seconds."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -310,8 +317,17 @@ def _unsafe_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sy
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbols = _symbols(func, args[0])
     dim = _argument(args, kwargs, 1, "dim", 0)
-    result = func([symbol.plain for symbol in symbols], dim)
-    dim %= result.dim()
+    first = symbols[0]
+    if len({(s.dtype, s.dim(), s.shape[:dim], s.shape[dim:][1:]) for s in symbols}) == 1 and (
+        -first.dim() <= dim < first.dim()
+    ):
+        # Nearly always; see `_stack`.
+        dim %= first.dim()
+        shape = (*first.shape[:dim], sum(symbol.shape[dim] for symbol in symbols), *first.shape[dim + 1 :])
+        result = torch.empty(shape, dtype=first.dtype, device="meta")
+    else:
+        result = func([symbol.plain for symbol in symbols], dim)
+        dim %= result.dim()
     steps = result.stride()
     # torch lets empty vectors pass among tensors of any shape; they add nothing.
     symbols = [symbol for symbol in symbols if symbol.numel()]
@@ -321,15 +337,16 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTe
 
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbols = _symbols(func, args[0])
-    # Where all have one shape, which is nearly always, torch need not be shown every one of hundreds of experts.
-    shown = symbols if len({(s.shape, s.dtype) for s in symbols}) > 1 else symbols[:1]
     dim = _argument(args, kwargs, 1, "dim", 0)
-    result = func([symbol.plain for symbol in shown], dim)
-    dim %= result.dim()
-    if len(symbols) != len(shown):
-        result = torch.empty(
-            (*result.shape[:dim], len(symbols), *result.shape[dim + 1 :]), dtype=result.dtype, device="meta"
-        )
+    if len({(symbol.shape, symbol.dtype) for symbol in symbols}) == 1:
+        # Nearly always. torch's own way on meta imports its compiler first, which takes seconds.
+        one = symbols[0].plain.unsqueeze(dim)
+        dim %= one.dim()
+        shape = (*one.shape[:dim], len(symbols), *one.shape[dim + 1 :])
+        result = torch.empty(shape, dtype=one.dtype, device="meta")
+    else:
+        result = func([symbol.plain for symbol in symbols], dim)
+        dim %= result.dim()
     steps = result.stride()
     others = (*steps[:dim], *steps[dim + 1 :])
     return _filled(result, ((symbol, others, at * steps[dim]) for at, symbol in enumerate(symbols)))
