@@ -300,6 +300,7 @@ def check_what_was_taken(hub: Hub, files: dict[str, bytes], home: Path) -> None:
     assert {h.get("authorization") for h in hub.api.headers} == {f"Bearer {TOKEN}"}
     assert hub.storage.headers
     assert not any("authorization" in h for h in hub.storage.headers)
+    assert {h["accept-encoding"] for h in hub.storage.headers} == {"identity"}
     assert hub.listings == 1
 
 
