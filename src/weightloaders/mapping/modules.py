@@ -162,7 +162,7 @@ class ModuleMapper:
             slots=parts,
             lists=(False,) * len(parts),
             targets=(target,),
-            function=FuseParts(target),
+            function=functools.partial(_fuse, target=target),
             rule=f"packed_modules_mapping: {', '.join(part.parts)} -> {part.fused}",
         )
         return Claim(group=group, slot=part.position, rules=(group.rule,))
@@ -172,20 +172,5 @@ def _with_segment(segments: Sequence[str], at: int, segment: str) -> str:
     return ".".join((*segments[:at], segment, *segments[at + 1 :]))
 
 
-@dataclass(frozen=True, slots=True)
-class FuseParts:
-    """The parts of a fused parameter, one below the other.
-
-    Attributes:
-        target: The parameter.
-    """
-
-    target: str
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Join them."""
-        return {self.target: joined(tensors)}
-
-    def as_data(self) -> dict[str, Any]:
-        """What makes it again; see `mapping.recipes`."""
-        return {"kind": "packed", "target": self.target}
+def _fuse(tensors: Sequence[torch.Tensor], *, target: str) -> dict[str, torch.Tensor]:
+    return {target: joined(tensors)}

@@ -544,16 +544,21 @@ def cover(placements: Iterable[Placement], size: int) -> Cover:
         # By far the most usual: one copy that fills all of it.
         return Cover([], [])
     left = [whole(0, size)] if size else []
+    never: list[Placement] = []
     twice = []
     for placed in ordered:
         remaining: list[Placement] = []
         found = 0
         for part in left:
+            if part.target_end <= placed.target_start:
+                # What lies in front of this copy lies in front of all that follow.
+                never.append(part)
+                continue
             hits, rest = _compose_two(placed, part)
             found += sum(hit.numel for hit in hits)
             remaining += rest
         if found < placed.numel:
             twice.append(placed)
         left = remaining
-        _check_bound(len(left))
-    return Cover(left, twice)
+        _check_bound(len(left) + len(never))
+    return Cover([*never, *left], twice)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from weightloaders.errors import RuleError
 from weightloaders.mapping.conversion import Convert, dotted_name
 from weightloaders.mapping.layouts import LAYOUTS
-from weightloaders.mapping.modules import FuseParts
 from weightloaders.mapping.transformers import ConversionMapper, is_transformers_model
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class FunctionMaker:
         Raises:
             RuleError: If it is not known, not admitted, or can't be made for this model.
         """
-        makers = {"convert": self._convert, "packed": self._packed, "transformers": self._transformers}
+        makers = {"convert": self._convert, "transformers": self._transformers}
         try:
             return makers[data["kind"]](data)
         except RuleError:
@@ -80,9 +79,6 @@ class FunctionMaker:
             )
         convert = Convert(data["sources"], data["targets"], function, **data["sizes"])
         return convert.group(tuple(data["shared"]), None).function
-
-    def _packed(self, data: Mapping[str, Any]) -> GroupFunction:
-        return FuseParts(data["target"])
 
     def _transformers(self, data: Mapping[str, Any]) -> GroupFunction:
         again = self._mapper and self._mapper.conversion_again(

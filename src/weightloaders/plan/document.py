@@ -120,13 +120,6 @@ class ConvertData(_Part):
     shared: list[str]
 
 
-class PackedData(_Part):
-    """Parts that a model declares to be one."""
-
-    kind: Literal["packed"]
-    target: str
-
-
 class TransformersData(_Part):
     """A conversion that transformers declares."""
 
@@ -150,9 +143,7 @@ class ComputeData(_Part):
     kind: Literal["compute"]
     targets: list[str]
     sources: list[str | list[str]]
-    function: Annotated[
-        ConvertData | PackedData | TransformersData | UnnamedData, Field(discriminator="kind")
-    ]  # fmt: skip
+    function: Annotated[ConvertData | TransformersData | UnnamedData, Field(discriminator="kind")]
     reason: str
     rules: list[str] = []
 

@@ -183,7 +183,7 @@ def _placement(placed: Placement) -> doc.PlacementData:
     )
 
 
-_FUNCTIONS = {"convert": doc.ConvertData, "packed": doc.PackedData, "transformers": doc.TransformersData}
+_FUNCTIONS = {"convert": doc.ConvertData, "transformers": doc.TransformersData}
 
 
 def _function(step: ComputeStep, *, runnable: bool) -> Any:
