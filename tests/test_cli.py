@@ -746,6 +746,11 @@ def test_what_there_is_no_value_for_is_named_and_can_be_left_out(folder, tensors
     assert same(converted(tmp_path / "back"), tensors)
 
 
+def test_what_is_missing_of_nothing_is_refused(folder, tmp_path):
+    arguments = ("--to", "safetensors", "--on-missing", "warn")
+    assert "--like goes with it" in run("convert", folder, tmp_path / "out", *arguments, status=1).stderr
+
+
 def test_what_has_no_place_in_the_other_layout_is_named(tensors, fused, folder, tmp_path):
     less = tmp_path / "less"
     less.mkdir()

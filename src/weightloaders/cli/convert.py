@@ -24,7 +24,7 @@ from weightloaders.cli.common import (
     settings,
 )
 from weightloaders.cli.hints import for_command_line
-from weightloaders.errors import SaveError
+from weightloaders.errors import OptionsError, SaveError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,6 +101,8 @@ def convert_source(
     from weightloaders.weights.raw import RawFolder, dtype_option
     from weightloaders.weights.safetensors import SafetensorsFolder, write_safetensors
 
+    if on_missing and like is None:
+        raise OptionsError("--on-missing is about the tensors of another checkpoint, so --like goes with it")
     target = _at_home(destination)
     wanted = None if dtype is None else dtype_option(dtype, "--dtype", real=True)
     shard_bytes = parse_size(max_shard_size)

@@ -130,7 +130,8 @@ class _Unread:
             return stored._replace(loss=f"it did not fit {own}, and was not loaded")
         if name in self._unexpected:
             return stored._replace(loss="the model did not take it")
-        if own in self._own and self._own[own].numel() == info.numel:
+        is_equal = name in self._ignored or own in self._plan.tied
+        if is_equal and own in self._own and self._own[own].numel() == info.numel:
             # A tied name, or one of several tensors that are equal.
             return stored._replace(ways=((own, whole(0, info.numel)),))
         if own in self._buffers and tuple(self._buffers[own].shape) == info.shape:

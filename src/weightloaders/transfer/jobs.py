@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from weightloaders.weights.info import Extent, TensorInfo
 
 STRAIGHT_CHUNK = 16 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Pieces smaller than this are read together with what lies between them: a read of their own costs more than that.
 _SMALL = 64 << 10
 _MAX_GAP = 256 << 10
@@ -304,7 +305,10 @@ def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: i
     sizes, steps = [dim[0] for dim in placed.dims], [abs(dim[side]) for dim in placed.dims]
     view = flat.as_strided(sizes, steps, flat.storage_offset() + low - first)
     backwards = [at for at, dim in enumerate(placed.dims) if dim[side] < 0]
-    return view.flip(backwards) if backwards else view
+    if not backwards:
+        return view
+    # torch turns no codes around (fp8, fp4, unsigned integers), but it does their bits.
+    return view.view(_BITS.get(view.element_size(), view.dtype)).flip(backwards).view(view.dtype)
 
 
 def _store(values: torch.Tensor, destination: torch.Tensor, target: Target, space: Workspace) -> None:
