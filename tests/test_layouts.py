@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightloaders import Convert, plan_load
+from weightloaders.errors import RuleError
 from weightloaders.mapping import layouts
 from weightloaders.mapping.layouts import INVERSES, LAYOUTS, sizes_from_config
 from weightloaders.plan import ComputeStep
@@ -305,6 +306,170 @@ def test_what_was_padded_is_cut_again() -> None:
     assert torch.equal(layouts.unpad_rows(padded, rows=10, multiple=8), weight)
 
 
+# ------------------------------------------------------------------ against transformers
+
+
+def _as_activations(fused: torch.Tensor) -> torch.Tensor:
+    """What a projection gives for the unit vectors: (batch, tokens, rows)."""
+    return fused.t()[None]
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads"),
+    [
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2),
+        ({"new_decoder_architecture": False, "multi_query": True}, 1),
+        ({"new_decoder_architecture": False, "multi_query": False}, 6),
+    ],
+)
+def test_interleaved_qkv_is_what_transformers_falcon_takes_apart(options: dict[str, Any], kv_heads: int) -> None:
+    from transformers import FalconConfig
+    from transformers.models.falcon.modeling_falcon import FalconAttention
+
+    config = FalconConfig(num_attention_heads=6, hidden_size=24, **options)
+    sizes = sizes_from_config(config, ["heads", "kv_heads", "head_dim"])
+    assert sizes == {"heads": 6, "kv_heads": kv_heads, "head_dim": 4}
+    q = counted(24, HIDDEN)
+    k, v = (counted(4 * kv_heads, HIDDEN, start=start) for start in (1000, 2000))
+    fused = layouts.fuse_qkv_interleaved(q, k, v, **sizes)
+    seen = FalconAttention(config, layer_idx=0)._split_heads(_as_activations(fused))
+    for part, found in zip((q, k, v), seen, strict=True):
+        # (batch, tokens, heads, head_dim); keys and values come once for each of their query heads.
+        heads = found[0].permute(1, 2, 0)
+        every = 6 // kv_heads if heads.shape[0] == 6 and part is not q else 1
+        assert torch.equal(heads[::every].reshape(part.shape), part)
+
+
+def test_interleaved_qkv_with_as_many_key_heads_is_what_transformers_bloom_takes_apart() -> None:
+    from transformers import BloomConfig
+    from transformers.models.bloom.modeling_bloom import BloomAttention
+
+    config = BloomConfig(n_head=6, hidden_size=24)
+    q, k, v = (counted(24, HIDDEN, start=1000 * i) for i in range(3))
+    sizes = sizes_from_config(config, ["heads", "kv_heads", "head_dim"])
+    fused = layouts.fuse_qkv_interleaved(q, k, v, **sizes)
+    seen = BloomAttention(config, layer_idx=0)._reshape(_as_activations(fused))
+    for part, found in zip((q, k, v), seen, strict=True):
+        assert torch.equal(found[0].permute(0, 2, 1).reshape(24, HIDDEN), part)
+
+
+def test_experts_are_stacked_as_transformers_stacks_those_of_mixtral() -> None:
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+    gates, ups = several(4, 5, 3), [t + 1000 for t in several(4, 5, 3)]
+    merged = MergeModulelist(dim=0).convert({"g": gates, "u": ups}, ["g", "u"], ["both"])
+    (both,) = Concatenate(dim=1).convert(merged, ["g", "u"], ["both"]).values()
+    assert torch.equal(layouts.stack_experts(gates, ups), both)
+    (turned,) = Transpose(1, 2).convert({"both": both}, ["both"], ["both"]).values()
+    assert torch.equal(layouts.stack_experts(gates, ups, transposed=True), turned)
+
+
+def test_interleaved_experts_are_what_transformers_gpt_oss_computes_with() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    gates, ups = several(2, 4, 3), [t + 1000 for t in several(2, 4, 3)]
+    stacked = layouts.stack_experts(gates, ups, transposed=True, interleaved=True)
+    experts = GptOssExperts(GptOssConfig(num_local_experts=2, hidden_size=3, intermediate_size=4))
+    assert experts.gate_up_proj.shape == stacked.shape
+    for e in range(2):
+        assert torch.equal(stacked[e, :, ::2].t(), gates[e])
+        assert torch.equal(stacked[e, :, 1::2].t(), ups[e])
+    gate, up = torch.randn(1, 2, 4).unbind(1)
+    mixed = layouts.fuse_gate_up_interleaved(gate, up, dim=-1)
+    expected = (up.clamp(-7, 7) + 1) * (gate.clamp(max=7) * torch.sigmoid(gate.clamp(max=7) * experts.alpha))
+    assert torch.allclose(experts._apply_gate(mixed), expected)
+
+
+def test_rotary_heads_are_counted_so_that_keys_of_grouped_heads_need_no_other_rule() -> None:
+    """One rule, with nothing but what the config says, for queries and keys, their weights and biases."""
+
+    # The formula of transformers' convert_llama_weights_to_hf.py.
+    def permute(w: torch.Tensor, n_heads: int) -> torch.Tensor:
+        rows, columns = w.shape
+        return w.view(n_heads, rows // n_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+
+    heads = {"q": HEADS, "k": KV_HEADS}
+    stored = {f"{p}.weight": counted(n * HEAD_DIM, HIDDEN, start=100 * n) for p, n in heads.items()}
+    stored |= {f"{p}.bias": counted(n * HEAD_DIM, start=100 * n) for p, n in heads.items()}
+    model = torch.nn.ModuleDict({p: torch.nn.Linear(HIDDEN, n * HEAD_DIM) for p, n in heads.items()})
+    model.config = SimpleNamespace(  # type: ignore[assignment]
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM
+    )
+    rules = "convert: [{sources: '{p}.{leaf}', targets: '{p}.{leaf}', function: rotary_meta_to_hf}]"
+    plan_load(model, stored, rules=rules).run(model)
+    for part, count in heads.items():
+        assert torch.equal(model[part].weight.data, permute(stored[f"{part}.weight"], count))
+        assert torch.equal(model[part].bias.data, permute(stored[f"{part}.bias"][:, None], count)[:, 0])
+    for wrong in ({"head_dim": 5}, {"head_dim": HEAD_DIM, "heads": HEADS + 1}, {"head_dim": 3}):
+        with pytest.raises(ValueError, match="24 rows are not"):
+            layouts.rotary_meta_to_hf(stored["q.weight"], **wrong)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_weight_norm_over_any_dimension_is_what_torch_makes_of_it(dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(4, 6, 3, dtype=dtype), dim=dim)
+    with torch.no_grad():
+        layer.parametrizations.weight.original0.mul_(1.7)  # type: ignore[union-attr, operator]
+    g, v = (p.detach() for p in layer.parametrizations.weight.parameters())  # type: ignore[union-attr]
+    merged = layouts.weight_norm(g, v)
+    assert merged.dtype == dtype
+    # Of narrow floats torch rounds every step on the way where the dimension is neither the first nor the last.
+    rtol = 1e-6 if dtype != torch.bfloat16 else 1e-2 if dim == 1 else 0
+    assert torch.allclose(merged, layer.weight.detach(), rtol=rtol, atol=0)
+    g, v = layouts.split_weight_norm(merged, dim=dim)
+    assert g.shape == layer.parametrizations.weight.original0.shape  # type: ignore[union-attr]
+    assert torch.allclose(layouts.weight_norm(g, v), merged, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+# ------------------------------------------------------------------ any sizes
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans())
+def test_experts_lie_where_index_arithmetic_says(
+    experts: int, rows: int, columns: int, transposed: bool, interleaved: bool
+) -> None:
+    gates, ups = several(experts, rows, columns), [t + 1000 for t in several(experts, rows, columns)]
+    stacked = layouts.stack_experts(gates, ups, transposed=transposed, interleaved=interleaved)
+    assert stacked.shape == ((experts, columns, 2 * rows) if transposed else (experts, 2 * rows, columns))
+    for e in range(experts):
+        for row in range(rows):
+            for at, part in ((0, gates), (1, ups)):
+                fused = 2 * row + at if interleaved else at * rows + row
+                found = stacked[e, :, fused] if transposed else stacked[e, fused]
+                assert torch.equal(found, part[e][row])
+    if (rows, columns) != (1, 1):
+        back = layouts.unstack_experts(stacked, parts=2, transposed=transposed, interleaved=interleaved)
+        assert all(torch.equal(a, b) for a, b in zip([*back[0], *back[1]], [*gates, *ups], strict=True))
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.sampled_from([0, 1, 2, -1, -2, -3]))
+def test_gate_and_up_lie_where_index_arithmetic_says_along_any_dimension(a: int, b: int, c: int, dim: int) -> None:
+    gate, up = (t.movedim(0, dim) for t in several(2, c, a, b))
+    contiguous, interleaved = (f(gate, up, dim=dim) for f in (layouts.fuse_gate_up, layouts.fuse_gate_up_interleaved))
+    for at in range(c):
+        assert torch.equal(contiguous.select(dim, at), gate.select(dim, at))
+        assert torch.equal(contiguous.select(dim, c + at), up.select(dim, at))
+        assert torch.equal(interleaved.select(dim, 2 * at), gate.select(dim, at))
+        assert torch.equal(interleaved.select(dim, 2 * at + 1), up.select(dim, at))
+    assert all(map(torch.equal, layouts.split_gate_up(contiguous, dim=dim), (gate, up)))
+    assert all(map(torch.equal, layouts.split_gate_up_interleaved(interleaved, dim=dim), (gate, up)))
+
+
+@given(st.integers(1, 40), st.integers(1, 16))
+def test_padding_goes_to_the_next_multiple_and_only_that_is_cut_again(rows: int, multiple: int) -> None:
+    weight = counted(rows, 2, start=1)
+    padded = layouts.pad_rows(weight, multiple=multiple)
+    assert rows <= padded.shape[0] < rows + multiple
+    assert padded.shape[0] % multiple == 0
+    assert not padded[rows:].any()
+    assert torch.equal(layouts.unpad_rows(padded, rows=rows, multiple=multiple), weight)
+    with pytest.raises(ValueError, match="cuts nothing but padding"):
+        layouts.unpad_rows(layouts.pad_rows(padded, rows=padded.shape[0] + 1), rows=rows, multiple=multiple)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_splits_undo_fusions_for_any_numbers_of_heads(kv_heads: int, per_group: int, pairs: int) -> None:
@@ -362,3 +527,45 @@ def test_a_padded_vocabulary_loads_by_a_rule_and_says_how_it_came_about() -> Non
     assert torch.equal(model.weight.data, torch.cat([counted(10, 4), torch.zeros(6, 4)]))
     too_few = plan_load(model, {"weight": counted(20, 4)}, rules=[Convert("weight", "weight", "pad_rows", rows=16)])
     assert "can't shorten 20 rows to 16" in too_few.errors[0].message
+
+
+def test_a_vocabulary_of_another_size_is_an_error_until_a_rule_says_what_is_padding() -> None:
+    small, large = counted(10, 4, start=1), torch.cat([counted(10, 4, start=1), torch.zeros(6, 4)])
+    for stored, rows in ((small, 16), (small, 8), (large, 10)):
+        assert plan_load(torch.nn.Embedding(rows, 4), {"weight": stored}).mismatched == ["weight"]
+    model = torch.nn.Embedding(10, 4)
+    model.config = SimpleNamespace(vocab_size=10)  # type: ignore[assignment]
+    cut = "convert: [{sources: weight, targets: weight, function: unpad_rows, multiple: 8}]"
+    plan_load(model, {"weight": large}, rules=cut).run(model)
+    assert torch.equal(model.weight.data, small)
+    # What is more than padding is never cut.
+    for stored, multiple in ((large, 4), (counted(24, 4), 8), (small[:9], 8)):
+        rule = Convert("weight", "weight", "unpad_rows", multiple=multiple)
+        assert "cuts nothing but padding" in plan_load(model, {"weight": stored}, rules=[rule]).errors[0].message
+    with pytest.raises(ValueError, match="either the number of rows or what it is to be a multiple of"):
+        layouts.pad_rows(small)
+
+
+def test_heads_that_can_not_be_shared_out_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 heads can't be shared out to 4"):
+        layouts.split_qkv_interleaved(counted(56, 2), heads=6, kv_heads=4, head_dim=4)
+    with pytest.raises(ValueError, match="39 rows can't be shared out in the ratio of 24 to 8 to 8"):
+        layouts.split_qkv(counted(39, 2), **SIZES)
+    # Scales of blocks that lie across the border of query and key have no place.
+    with pytest.raises(ValueError, match="can't be shared out"):
+        layouts.split_qkv(counted(4, 2), **SIZES)
+    q, k, v = projections((3,))
+    with pytest.raises(ValueError, match="these are not 6 query and 2 key-value heads of 4 rows"):
+        layouts.fuse_qkv_interleaved(k, q, v, **SIZES)
+
+
+def test_flags_of_layouts_are_checked_when_a_rule_is_made() -> None:
+    for wrong in ({"transposed": 1}, {"transposed": "yes"}, {"interleaved": None}):
+        with pytest.raises(RuleError, match="is neither true nor false"):
+            Convert("e.{i}", "e", "stack_experts", **wrong)
+    with pytest.raises(RuleError, match="rows=True is no whole number"):
+        Convert("w", "w", "pad_rows", rows=True)
+    with pytest.raises(RuleError, match="dtype=32 is no text"):
+        Convert("w", "w", "reinterpret", dtype=32)
+    with pytest.raises(RuleError, match="shape='4, 4' is no whole number"):
+        Convert("w", "w", "reshape", shape="4, 4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
@@ -169,18 +170,17 @@ class PatternIndex:
 
     def __init__(self, patterns: Sequence[Pattern | None]) -> None:
         self._anywhere: list[int] = []
-        self._by_segment: dict[str, list[int]] = defaultdict(list)
+        by_segment: dict[str, list[int]] = defaultdict(list)
         literals = [sorted(pattern.literals) if pattern else [] for pattern in patterns]
         needed = Counter(segment for segments in literals for segment in segments)
         for at, segments in enumerate(literals):
-            kept = self._by_segment[min(segments, key=needed.__getitem__)] if segments else self._anywhere
+            kept = by_segment[min(segments, key=needed.__getitem__)] if segments else self._anywhere
             kept.append(at)
+        self._by_segment = dict(by_segment)
 
     def candidates(self, name: str) -> list[int]:
         """The positions of those that may match, in order."""
-        found = list(self._anywhere)
-        if self._by_segment:
-            for segment in dict.fromkeys(name.split(".")):
-                found += self._by_segment.get(segment, ())
-            found.sort()
-        return found
+        if not self._by_segment:
+            return self._anywhere
+        found = [kept for segment in name.split(".") if (kept := self._by_segment.get(segment)) is not None]
+        return sorted({*self._anywhere, *itertools.chain.from_iterable(found)}) if found else self._anywhere

@@ -231,9 +231,8 @@ class RuleMapper:
 
     def _renamed(self, name: str) -> tuple[str, list[str]]:
         current, applied = name, []
-        pending = self._rename_index.candidates(name)
-        while pending:
-            at = pending.pop(0)
+        pending = iter(self._rename_index.candidates(name))
+        while (at := next(pending, None)) is not None:
             rename = self._renames[at]
             renamed = rename.apply(current)
             if renamed is None:
@@ -243,7 +242,8 @@ class RuleMapper:
             if rename.is_whole_weight(name):
                 self._without_companions[name.rpartition(".")[0]] = rename
             current = renamed
-            pending = [later for later in self._rename_index.candidates(current) if later > at]
+            # What a capture has carried over may be a segment that another rule waits for.
+            pending = iter([later for later in self._rename_index.candidates(current) if later > at])
         return shown(current), applied
 
     def _converted(self, name: str, applied: Sequence[str]) -> Claim | None:
