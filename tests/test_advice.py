@@ -11,9 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from weightloaders import Convert, Rename, from_pretrained, load_into, plan_load
+from weightloaders import Convert, Drop, Rename, from_pretrained, load_into, plan_load
 from weightloaders.cli.hints import for_command_line
 from weightloaders.errors import LoaderContractError, PlanError, RuleError
 from weightloaders.mapping.parsing import parse_rules
@@ -336,6 +343,287 @@ def test_values_that_a_cast_makes_infinite_are_a_warning_with_both_dtypes() -> N
         assert len(report.warnings) == 1
         assert "torch.bfloat16" in report.warnings[0]
         assert "torch.float16" in report.warnings[0]
+
+
+# ------------------------------------------------------------------ shapes that have one cause
+
+LLAMA = {
+    "vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def built(kind: str = "llama", **sizes: int) -> nn.Module:
+    config, model = MODELS[kind]
+    return model(config(**{**LLAMA, **sizes}))  # type: ignore[no-any-return]
+
+
+def plan_of(model: nn.Module, source: nn.Module | Tensors, **options: Any) -> LoadPlan:
+    tensors = dict(source.state_dict()) if isinstance(source, nn.Module) else source
+    return plan_load(model, tensors, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "said"),
+    [
+        ("llama", {"hidden_size": 32}, ["hidden_size is 32 in the checkpoint and 16 in the model"]),
+        ("llama", {"intermediate_size": 64}, ["intermediate_size is 64 in the checkpoint and 32 in the model"]),
+        # Half of it looks like a slice, but the heads are whole.
+        ("llama", {"intermediate_size": 16}, ["intermediate_size is 16 in the checkpoint and 32 in the model"]),
+        (
+            "llama", {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 100},
+            ["hidden_size is 32 in", "intermediate_size is 48 in", "vocab_size is 100 in"],
+        ),
+        ("llama", {"num_key_value_heads": 4}, ["num_key_value_heads is 4 in the checkpoint and 2 in the model"]),
+        ("llama", {"num_attention_heads": 8, "head_dim": 4}, ["num_attention_heads is 8 in the checkpoint and 4 in"]),
+        ("llama", {"head_dim": 8}, ["head_dim is 8 in the checkpoint and 4 in the model"]),
+        ("qwen3", {"head_dim": 8}, ["head_dim is 8 in the checkpoint and 128 in the model"]),
+        ("mixtral", {"num_local_experts": 4}, ["num_local_experts is 4 in the checkpoint and 8 in the model"]),
+        ("mixtral", {"hidden_size": 32}, ["hidden_size is 32 in the checkpoint and 16 in the model"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_of_another_size_is_said_once_with_the_configs_fields_and_both_values(
+    kind: str, sizes: dict[str, int], said: list[str]
+) -> None:
+    plan = plan_of(built(kind), built(kind, **sizes))
+    assert [f.kind for f in plan.errors] == ["shape"]
+    message = plan.errors[0].message
+    assert message.startswith("the checkpoint is of a model of another size: ")
+    for part in said:
+        assert part in message
+    assert message.count(" in the checkpoint and ") == len(said)
+    assert f"{len(plan.mismatched)} parameters do not fit: " in message
+    assert set(plan.mismatched) <= set(plan.errors[0].tensors)
+    assert "the checkpoint's own config.json" in str(plan.errors[0].hint)
+
+
+def test_one_tensor_of_another_shape_is_no_model_of_another_size() -> None:
+    state = dict(built().state_dict())
+    state["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(32, 16)
+    state["model.layers.1.mlp.up_proj.weight"] = torch.zeros(64, 16)
+    messages = [f.message for f in plan_of(built(), state).errors]
+    assert len(messages) == 2
+    assert not any("another size" in message for message in messages)
+
+
+def test_what_no_size_explains_is_said_besides() -> None:
+    state = dict(built(hidden_size=32).state_dict())
+    state["model.layers.0.mlp.up_proj.weight"] = torch.zeros(5, 32)
+    messages = [f.message for f in plan_of(built(), state).errors]
+    assert len(messages) == 2
+    assert "hidden_size is 32" in messages[0]
+    assert messages[1].startswith("model.layers.0.mlp.up_proj.weight: the source has [5, 32]")
+
+
+def sliced(model: nn.Module, world: int) -> Tensors:
+    """One rank's part, as tensor parallelism cuts it."""
+    part = {}
+    for name, tensor in model.state_dict().items():
+        rows = any(word in name for word in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed", "lm_head"))
+        columns = "o_proj" in name or "down_proj" in name
+        part[name] = tensor.chunk(world, 0 if rows else 1)[0].clone() if rows or columns else tensor
+    return part
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_ranks_part_is_recognised_with_its_dimensions_and_the_size_of_the_world(world: int) -> None:
+    whole = built(num_key_value_heads=4)
+    (found,) = plan_of(whole, sliced(whole, world)).errors
+    assert f"one rank's part of a tensor-parallel checkpoint of world size {world}" in found.message
+    assert f"dim 0 of lm_head.weight ([{96 // world}, 16] for [96, 16])" in found.message
+    assert f"dim 1 of model.layers.0.mlp.down_proj.weight ([16, {32 // world}] for [16, 32])" in found.message
+    assert f"join the files of the {world} ranks" in str(found.hint)
+    # And the other way around.
+    part = model_of({name: tuple(tensor.shape) for name, tensor in sliced(whole, world).items()})
+    (found,) = plan_of(part, whole).errors
+    assert f"one rank's part of a tensor-parallel model of world size {world}" in found.message
+
+
+def test_a_ranks_part_of_a_model_with_names_of_its_own_is_recognised_too() -> None:
+    model = model_of({"b0.first": (8, 6), "b0.second": (6, 8), "b0.scale": (6,)})
+    (found,) = plan_of(model, counted({"b0.first": (4, 6), "b0.second": (6, 4), "b0.scale": (6,)})).errors
+    assert "tensor-parallel checkpoint of world size 2" in found.message
+
+
+def test_placeholders_are_said_once_and_are_no_size() -> None:
+    model = built()
+    state = {n: t if "norm" in n else torch.empty(0) for n, t in model.state_dict().items()}
+    (found,) = plan_of(model, state).errors
+    assert found.message.startswith("23 parameters have placeholders (of shape [0]) in the source, not their values: ")
+    assert "gather them and save again" in str(found.hint)
+    # A tensor that is to be empty is none, and one that lacks a dimension of zero is no placeholder of it.
+    assert plan_of(model_of({"a": (0, 4), "b": (2,)}), counted({"a": (0, 4), "b": (2,)})).ok
+
+
+def test_tensors_that_lie_the_other_way_around_are_mended_by_the_rules_that_are_told() -> None:
+    shapes = layers({"up.weight": (6, 4), "down.weight": (4, 6)}, 12)
+    source = {name: tensor.t() for name, tensor in counted(shapes).items()}
+    plan = plan_of(model_of(shapes), source)
+    (found,) = plan.errors
+    assert "24 tensors look transposed: layers.*.down.weight ([6, 4] for [4, 6])" in found.message
+    assert "square matrices" in str(found.hint)
+    model = model_of(shapes)
+    load_into(model, source, rules=advised_rules(plan), progress=False)
+    for name, tensor in counted(shapes).items():
+        assert torch.equal(model.get_parameter(name).data, tensor)
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "remark"),
+    [
+        (128, 100, "the source's looks padded to a multiple of 128"),
+        (100, 128, "the model's looks padded to a multiple of 128"),
+        (99, 96, "3 tokens were probably added in training"),
+        (4000, 96, ""),
+    ],
+)
+def test_vocabularies_that_differ_are_told_once_with_both_sizes_and_what_it_looks_like(
+    have: int, want: int, remark: str
+) -> None:
+    plan = plan_of(built(vocab_size=want), built(vocab_size=have))
+    (found,) = plan.errors
+    assert f"the vocabularies of {have} tokens in the source and {want} in the model differ" in found.message
+    assert found.message.endswith(f"; {remark}" if remark else ")")
+    assert f"vocab_size={have}" in str(found.hint)
+    assert ("pad_rows" in str(found.hint)) is (want > have)
+    if want > have:
+        model = built(vocab_size=want)
+        rules = eval(re.search(r"rules=(\[.*\])", str(found.hint))[1], {"Convert": Convert})  # type: ignore[index]
+        load_into(model, dict(built(vocab_size=have).state_dict()), rules=rules, progress=False)
+        assert not model.get_parameter("lm_head.weight")[have:].any()
+
+
+# ------------------------------------------------------------------ a part of a model that is, or is not, there
+
+
+def test_fewer_layers_and_more_are_told_with_the_configs_field() -> None:
+    plan = plan_of(built(), built(num_hidden_layers=2))
+    assert "the source has 2 layers, the model 3" in str(plan.errors[0].hint)
+    assert "num_hidden_layers=2" in str(plan.errors[0].hint)
+    plan = plan_of(built(), built(num_hidden_layers=5))
+    assert plan.ok
+    (found,) = [f for f in plan.findings if f.kind == "unexpected"]
+    assert found.message.startswith("18 tensors of the source are not wanted by the model: model.layers.3.* (9)")
+    assert "the source has 5 layers, the model 3" in str(found.hint)
+    assert "num_hidden_layers=5" in str(found.hint)
+    # One from the middle is no model with fewer.
+    state = {name: t for name, t in built().state_dict().items() if ".layers.1." not in name}
+    assert "incomplete" in str(plan_of(built(), state).errors[0].hint)
+
+
+def test_a_head_is_told_from_a_hole_in_both_directions() -> None:
+    body, head = {"encoder.w": (2, 2), "encoder.b": (2,)}, {"classifier.w": (2, 2)}
+    plan = plan_of(model_of({**body, **head}), counted(body))
+    assert plan.missing == ["classifier.w"]
+    hint = str(plan.errors[0].hint)
+    assert "the source has all of encoder and nothing of classifier" in hint
+    assert "on_missing={'classifier': 'warn'}" in hint
+    assert plan_of(model_of({**body, **head}), counted(body), on_missing={"classifier": "warn"}).ok
+    plan = plan_of(model_of(body), counted({**body, **head}))
+    assert plan.ok
+    assert plan.unexpected == ["classifier.w"]
+    (found,) = plan.findings
+    assert "the source is of a model that has classifier besides" in str(found.hint)
+    assert plan_of(model_of(body), counted({**body, **head}), on_unexpected={"classifier": "ignore"}).ok
+    hole = plan_of(model_of({**body, **head}), counted({"encoder.w": (2, 2), **head}))
+    assert "the checkpoint is incomplete" in str(hole.errors[0].hint)
+    assert "classifier" not in str(hole.errors[0].hint)
+
+
+def test_a_head_that_may_be_the_embedding_once_more_is_told_so() -> None:
+    state = {name: t for name, t in built().state_dict().items() if "lm_head" not in name}
+    assert "tie_word_embeddings=True" in str(plan_of(built(), state).errors[0].hint)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["base_model.model.a.lora_A.default.weight", "base_model.model.a.lora_B.default.weight"], "merge_and_unload"),
+        (["a.lora_magnitude_vector.weight"], "LoRA adapter"),
+        (["base_model.model.a.ia3_l.weight"], "an adapter's of peft (IA3"),
+        (["base_model.model.score.modules_to_save.weight"], "modules_to_save"),
+        (["prompt_encoder.default.embedding.weight"], "an adapter's of peft"),
+        (["base_model.model.a.w", "base_model.model.b.w"], "rules=[Rename('base_model.model', '')]"),
+        (["state.0.exp_avg", "state.0.exp_avg_sq"], "an optimizer's states"),
+        (["experts.gate_up_proj_blocks", "experts.gate_up_proj_scales"], "quantised checkpoint"),
+        (["layers.0.mlp.experts.3.w1.tq_packed"], "quantised checkpoint"),
+    ],
+)
+def test_what_is_no_model_by_itself_is_called_by_its_name_with_what_to_do(names: list[str], said: str) -> None:
+    strangers = counted(dict.fromkeys(names, (2,)))
+    own: Shapes = {"a.w": (2,), "b.w": (2,)}
+    assert said in str(plan_of(model_of(own), strangers).errors[0].hint)
+    beside = plan_of(model_of(own), {**counted(own), **strangers})
+    assert beside.ok
+    assert sorted(beside.unexpected) == sorted(names)
+    assert said in str(next(f.hint for f in beside.findings if f.kind == "unexpected"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "packed"),
+    [
+        ("mlp.experts.gate_up_proj", ["mlp.experts.gate_up_proj_blocks", "mlp.experts.gate_up_proj_scales"]),
+        ("mlp.w1.weight", ["mlp.w1.qweight", "mlp.w1.qzeros", "mlp.w1.g_idx"]),
+        ("mlp.experts.gate_up_proj", ["mlp.experts.0.w1.tq_packed", "mlp.experts.0.w3.tq_packed"]),
+    ],
+)
+def test_packed_weights_are_paired_with_what_is_missing(missing: str, packed: list[str]) -> None:
+    rest: Shapes = {"norm.weight": (2,)}
+    plan = plan_of(model_of({missing: (2, 2), **rest}), counted({**dict.fromkeys(packed, (2,)), **rest}))
+    assert (plan.missing, sorted(plan.unexpected)) == ([missing], sorted(packed))
+    hint = str(plan.errors[0].hint)
+    assert f"in the place of {missing} the source has {', '.join(sorted(packed))}" in hint
+    assert "quantization_config" in hint
+
+
+def test_companions_of_quantised_weights_are_spoken_of_only_where_they_are_not_loaded() -> None:
+    shapes: Shapes = {"a.qweight": (2,), "a.weight_scale": (1,)}
+    plan = plan_of(model_of(shapes), counted({**shapes, "b.other": (2,)}))
+    assert plan.ok
+    assert "quant" not in str(plan)
+    plan = plan_of(model_of(shapes), counted({**shapes, "a.g_idx": (2,)}))
+    assert plan.ok
+    assert "a.g_idx" in str(plan)
+    assert "quantization_config" in str(plan)
+
+
+# ------------------------------------------------------------------ names, together
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("rt_detr", "model", "begin with 'rt_detr.' where the model's begin with 'model.'"),
+        ("", "backbone", "lack the prefix 'backbone.' of the model's"),
+        ("backbone", "", "begin with 'backbone.', the model's don't"),
+    ],
+)
+def test_hundreds_of_names_with_one_fault_are_one_finding_with_the_rule_that_mends_it(
+    old: str, new: str, said: str
+) -> None:
+    def named(prefix: str) -> Shapes:
+        return {f"{prefix}.{name}".removeprefix("."): s for name, s in layers({"w": (2,), "b": (2,)}, 250).items()}
+
+    plan = plan_of(model_of(named(new)), counted(named(old)))
+    assert (len(plan.missing), len(plan.unexpected), len(plan.errors)) == (500, 500, 1)
+    assert len(str(plan)) < 1500
+    assert f"(the source's {said})" in str(plan.errors[0].hint)
+    assert plan_of(model_of(named(new)), counted(named(old)), rules=advised_rules(plan)).ok
+
+
+def test_a_rule_for_names_as_they_are_further_in_is_said_to_match_nothing() -> None:
+    names: Shapes = {"model.layers.61.w": (2,), "model.layers.0.w": (2,)}
+    plan = plan_of(model_of(names), counted(names), rules=[Rename("layers.61", "mtp"), Drop("layers.62")])
+    assert plan.ok
+    said = [f.message for f in plan.findings]
+    assert "rename 'layers.61' -> 'mtp' matches no tensor of the source" in said
+    assert any("layers.62" in message and "matches no tensor" in message for message in said)
 
 
 # ------------------------------------------------------------------ weight_norm

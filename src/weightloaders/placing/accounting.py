@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 from weightloaders.errors import WeightLoadersError
 from weightloaders.mapping import suggest
 from weightloaders.mapping.dtypes import narrows
-from weightloaders.mapping.fusions import fusion_hint
 from weightloaders.placing import overlaps
-from weightloaders.placing.causes import cause_of_unexpected
+from weightloaders.placing.advice import absent_part, mapping_hint, surplus_part
+from weightloaders.placing.causes import cause_of_unexpected, packed_remark
+from weightloaders.placing.misfits import taken_together
 from weightloaders.plan import Finding, Severity, listed, merged, step_infos, step_targets
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from weightloaders.placing.misfits import Misfit
     from weightloaders.placing.placing import Placing
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
@@ -30,6 +32,7 @@ def settle(placing: Placing, infos: Mapping[str, TensorInfo]) -> None:
         plan.findings.append(Finding("nothing", "error", "the source holds no tensors", hint=hint))
     _settle_handed(placing)
     _settle_shared_memory(placing)
+    _settle_misfits(placing)
     _settle_missing(placing, infos)
     _settle_unexpected(placing, infos)
     _settle_casts(placing)
@@ -38,7 +41,7 @@ def settle(placing: Placing, infos: Mapping[str, TensorInfo]) -> None:
     if placing.filled or not placing.targets.by_name or not plan.ok:
         return
     names, wanted = list(infos), list(placing.targets.by_name)
-    hint = cause_of_unexpected(names) or _mapping_hint(placing, names, wanted, infos) or (
+    hint = cause_of_unexpected(names) or mapping_hint(placing, names, wanted, infos) or (
         f"the source's names begin like {names[0]!r}, the model's like {wanted[0]!r}: is it another model's checkpoint?"
     )  # fmt: skip
     message = f"nothing in the source fits this model: none of {len(names)} tensors was matched"
@@ -84,6 +87,19 @@ def _settle_shared_memory(placing: Placing) -> None:
                     (target.name,), hint=f"leave one out, e.g. with rules=[Drop({info.name!r})]",
                 )
             )  # fmt: skip
+
+
+def _settle_misfits(placing: Placing) -> None:
+    """Tensors of wrong shapes mostly have one cause, which is said once."""
+    by_severity: dict[Severity, list[Misfit]] = defaultdict(list)
+    for misfit in placing.misfits:
+        by_severity[misfit.finding.severity].append(misfit)
+    fitting = [placing.targets.by_name[name] for name in placing.fillers.values()] if placing.misfits else []
+    alone = {id(misfit.finding) for misfit in placing.misfits}
+    findings = [finding for finding in placing.plan.findings if id(finding) not in alone]
+    for misfits in by_severity.values():
+        findings += taken_together(misfits, fitting, getattr(placing.targets.model, "config", None))
+    placing.plan.findings = findings
 
 
 # ------------------------------------------------------------------ missing
@@ -174,7 +190,9 @@ def _missing_finding(
         f"{listed(suggest.grouped(names, everything))}"
     )
     given_away = cause_of_unexpected(plan.unexpected)
-    hint = given_away or _mapping_hint(placing, plan.unexpected, names, infos)
+    if given_away is not None:
+        given_away = packed_remark(names[0], plan.unexpected) + given_away
+    hint = given_away or mapping_hint(placing, plan.unexpected, names, infos) or absent_part(placing, names)
     if hint is None:
         hint = "the checkpoint is incomplete: fetch or export it again" if placing.filled else ""
         near = suggest.nearest(names[0], plan.unexpected)
@@ -190,24 +208,6 @@ def _missing_finding(
         _neighbours_file(placing, names[0]) or _first_file(infos),
         hint or None,
     )
-
-
-def _mapping_hint(
-    placing: Placing, names: Sequence[str], wanted: Collection[str], infos: Mapping[str, TensorInfo]
-) -> str | None:
-    """The exact rule that would make names those wanted, and what it would leave missing."""
-    shapes = {name: info.shape for name, info in infos.items()}
-    shapes.update((name, placing.targets.by_name[name].shape) for name in wanted)
-    fused = fusion_hint(names, wanted, shapes.__getitem__, getattr(placing.targets.model, "config", None))
-    if fused is not None:
-        return fused
-    rename = suggest.prefix_suggestion(names, wanted) if names else None
-    if rename is None:
-        return None
-    mended = {suggest.plainly_renamed(rename, name) for name in names}
-    rest = [name for name in wanted if name not in mended]
-    hint = f"the names differ by a prefix: load with rules=[Rename({str(rename.old)!r}, {rename.new!r})]"
-    return hint + (f"; still missing would be {listed(rest)}" if rest and len(rest) < len(wanted) else "")
 
 
 def _neighbours_file(placing: Placing, name: str) -> str | None:
@@ -244,7 +244,7 @@ def _settle_unexpected(placing: Placing, infos: Mapping[str, TensorInfo]) -> Non
         by_severity[placing.policies.unexpected(name)].append(name)
     for severity, names in by_severity.items():
         info = infos.get(names[0])
-        hint = cause_of_unexpected(names) or placing.futile.get(names[0])
+        hint = cause_of_unexpected(names) or placing.futile.get(names[0]) or surplus_part(placing, names)
         plan.findings.append(
             Finding(
                 "unexpected", severity,

@@ -19,20 +19,45 @@ _IF_QUANTISED = (
     "build the model with the checkpoint's quantization_config, or convert the checkpoint to plain weights first"
 )
 _QUANTISED = (
-    r"(^|[._])(qweight|qzeros|scales|g_idx|absmax|nested_absmax|quant_map|quant_state|SCB|weight_format|weight_packed"
+    r"(^|[._])(qweight|qzeros|scales|g_idx|absmax|nested_absmax|quant_map|quant_state|blocks|packed|tq_packed|SCB|weight_format|weight_packed"
     r"|weight_shape|zero_point|weight_zero_point|(weight|input|output|k|v|kv|q)_scale|weight_scale_inv|scale_inv)(\.|$)"
 )
 _IF_PLAIN = (
     "the model is built for quantised weights, and these are plain: build it from a config without quantization_config"
 )
+_IS_QUANTISED = re.compile(_QUANTISED)
+_LORA = (
+    "these are a LoRA adapter's, which is no model by itself: merge it into its base model (peft: "
+    "PeftModel.from_pretrained(base, adapter).merge_and_unload()), save that and load it"
+)
+_ADAPTER = (
+    "these are an adapter's of peft (IA3, LoHa, LoKr, OFT, VeRA, prompts, modules_to_save), which is no model by "
+    "itself: merge it into its base model (peft: merge_and_unload()), or fetch the merged model"
+)
+_WITHIN_PEFT = (
+    "these were saved from a model within peft: if no adapter is among them, load with "
+    "rules=[Rename('base_model.model', '')]; else merge it first (peft: merge_and_unload())"
+)
+_OPTIMIZER = "these are an optimizer's states, not weights: name the file, or the part of it, that holds the model"
 _IF_CODES = f"integers and 8-bit codes are usually quantised weights: {_IF_QUANTISED}"
-_VOCABULARY = re.compile(r"embed|lm_head|wte|vocab|(^|\.)output\.weight$")
+VOCABULARY = re.compile(r"embed|lm_head|wte|vocab|(^|\.)output\.weight$")
+# More tokens than this are another vocabulary, not one that grew.
+_ADDED = 1024
 _GIVEN_AWAY = tuple(
     (re.compile(pattern), cause)
     for pattern, cause in (
         (
-            r"(^|\.)lora_[AB]\b|lora_embedding_[AB]|\.base_layer\.",
-            "these are a LoRA adapter's: merge it into its base model (peft: merge_and_unload) and load the result",
+            r"(^|\.)lora_[AB]\b|lora_embedding_[AB]|lora_magnitude_vector|\.base_layer\.",
+            _LORA,
+        ),
+        (
+            r"(^|\.)(ia3_l|hada_w|lokr_w|oft_r|vera_lambda|modules_to_save|prompt_(embeddings|encoder))\w*(\.|$)",
+            _ADAPTER,
+        ),
+        (r"^base_model\.model\.", _WITHIN_PEFT),
+        (
+            r"(^|\.)(exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|optimizer(_states?)?|lr_schedulers?)(\.|$)",
+            _OPTIMIZER,
         ),
         (
             _QUANTISED,
@@ -69,11 +94,9 @@ def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -
     if len(shape) != len(wanted) or len(different) != 1:
         return "", "the checkpoint and the model are of different architectures or sizes: compare their configs"
     have, want = shape[different[0]], wanted[different[0]]
-    if different == [0] and _VOCABULARY.search(name):
-        pad = f", or pad it with rules=[Convert({name!r}, {name!r}, 'pad_rows', rows={want})]" if want > have else ""
-        return f" (vocabularies of {have} and {want})", (
-            f"build the model with vocab_size={have} (transformers: from_pretrained(..., vocab_size={have}), or for a "
-            f"model that is built model.resize_token_embeddings({have})){pad}"
+    if different == [0] and VOCABULARY.search(name):
+        return f" (vocabularies of {have} and {want}{vocabulary_remark(have, want)})", vocabulary_hint(
+            [name], have, want
         )
     if have and want % have == 0 and want // have in (2, 4, 8, 16, 32):
         return f" (1/{want // have} of it)", (
@@ -81,6 +104,27 @@ def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -
             "another size: compare its config.json with the model's"
         )
     return "", "the checkpoint is of a model of another size: compare its config.json with the model's"
+
+
+def vocabulary_remark(have: int, want: int) -> str:
+    """What is probably behind the difference of two vocabularies, as a half sentence."""
+    small, large = sorted((have, want))
+    multiple = next((n for n in (128, 64, 32, 16, 8) if large % n == 0 and small % n), 0)
+    if multiple and large - small < multiple:
+        return f"; the {'source' if have > want else 'model'}'s looks padded to a multiple of {multiple}"
+    if 0 < have - want <= _ADDED:
+        return f"; {have - want} tokens were probably added in training"
+    return ""
+
+
+def vocabulary_hint(names: Sequence[str], have: int, want: int) -> str:
+    """What to do about two vocabularies of different sizes."""
+    rules = ", ".join(f"Convert({name!r}, {name!r}, 'pad_rows', rows={want})" for name in names)
+    pad = f", or pad it with rules=[{rules}]" if want > have else "; no rows are cut off unless a rule of yours does it"
+    return (
+        f"build the model with vocab_size={have} (transformers: from_pretrained(..., vocab_size={have}), or for a "
+        f"model that is built model.resize_token_embeddings({have})){pad}"
+    )
 
 
 def is_placeholder(shape: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -96,6 +140,18 @@ def cause_of_dtype(source: torch.dtype, target: Target) -> tuple[str, str]:
 def _codes_hint(source: torch.dtype, target: Target) -> str:
     packed = is_codes(target.dtype) and target.dtype.itemsize == 1
     return _IF_PLAIN if packed and not is_codes(source) else _IF_CODES
+
+
+def packed_remark(name: str, unexpected: Sequence[str]) -> str:
+    """In what form the source has a parameter that it lacks by its name, as a sentence; empty where in none."""
+    whole, module = name.removesuffix(".weight"), name.rpartition(".")[0]
+    # Beside each other: `w.qweight` for `w.weight`, `experts_blocks` for `experts`; or in the same module.
+    packed = [u for u in unexpected if u.startswith((f"{whole}.", f"{whole}_"))]
+    packed = packed or [u for u in unexpected if module and u.startswith(f"{module}.") and _IS_QUANTISED.search(u)]
+    if not packed:
+        return ""
+    more = f" and {len(packed) - 3} more" if len(packed) > 3 else ""
+    return f"in the place of {name} the source has {', '.join(packed[:3])}{more}; "
 
 
 def cause_of_unexpected(names: Sequence[str]) -> str | None:

@@ -10,6 +10,7 @@ from weightloaders.placing.accounting import settle
 from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
 from weightloaders.placing.comparing import agree
 from weightloaders.placing.groups import GroupState, Incomplete, Outcome, outcome_of
+from weightloaders.placing.misfits import Misfit
 from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Policies
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Placing:
         spoilt: Memories that something was meant for and did not fit: they are not missing a second time.
         handed: Target -> name of a part -> the source handed to the parameter's own loader for it.
         parts: Target -> the parts that its own loader is to get.
+        misfits: Tensors of wrong shapes.
         futile: Source -> why a rule made nothing of it.
     """
 
@@ -60,6 +62,7 @@ class Placing:
         self.filled: dict[str, tuple[TensorInfo | None, str]] = {}
         self.fillers: dict[str, str] = {}
         self.spoilt: set[str] = set()
+        self.misfits: list[Misfit] = []
         self.handed: dict[str, dict[str, str]] = {}
         self.parts: dict[str, tuple[str, ...]] = {}
         self.futile: dict[str, str] = {}
@@ -183,7 +186,10 @@ class Placing:
         if target.name not in self.plan.mismatched:
             self.plan.mismatched.append(target.name)
         about = dict.fromkeys((target.name, *(info.name for info in infos)))
-        self.plan.findings.append(Finding(kind, severity, message, tuple(about), file_of(infos[0]), hint))
+        finding = Finding(kind, severity, message, tuple(about), file_of(infos[0]), hint)
+        self.plan.findings.append(finding)
+        if kind == "shape":
+            self.misfits.append(Misfit(target, shape, finding))
         return False
 
     def _note_cast(self, target: Target, dtype: torch.dtype, info: TensorInfo) -> None:
