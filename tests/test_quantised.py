@@ -317,7 +317,13 @@ def test_other_kinds_of_codes_and_scales_load_alike(changed: Callable[..., Path]
                 tensors.update({name.removesuffix("weight") + part: value for part, value in parts(weight).items()})
 
     path = changed("plain deepseek", quantise, quantization_config=method)
-    assert_same(from_pretrained(path, progress=False)[0], theirs(path))
+    expected, pairs = theirs(path), load_file(path / "model.safetensors")
+    assert_same(from_pretrained(path, progress=False)[0], expected)
+    for order in (sorted(pairs), sorted(pairs, reverse=True)):
+        stream = ((name, pairs[name]) for name in order)
+        model, report = from_pretrained(path, weights=stream, progress=False)
+        assert_same(model, expected, runs=False)
+        assert report.unexpected == []
 
 
 def test_smaller_blocks_at_the_end_are_blocks_of_their_own(folder: Callable[[str], Path]) -> None:
@@ -522,6 +528,18 @@ def test_weights_that_transformers_puts_together_itself_are_refused(changed: Cal
     with pytest.raises(ModelError, match="bitnet are put together by code of transformers") as caught:
         from_pretrained(path, progress=False)
     assert "transformers' own from_pretrained" in str(caught.value.hint)
+
+
+def test_where_transformers_would_keep_mxfp4_the_way_out_is_named(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What it does where it finds a GPU and its kernels.
+    quantizer = transformers.quantizers.quantizer_mxfp4.Mxfp4HfQuantizer
+    for step in ("validate_environment", "_process_model_before_weight_loading"):
+        monkeypatch.setattr(quantizer, step, lambda self, *args, **kwargs: None)
+    with pytest.raises(ModelError, match="mxfp4 are put together by code of transformers") as caught:
+        from_pretrained(folder("mxfp4 gpt-oss"), progress=False)
+    assert "quantization_config=Mxfp4Config(dequantize=True)" in str(caught.value.hint)
 
 
 def test_weights_are_not_quantised_while_they_are_loaded(folder: Callable[[str], Path]) -> None:
