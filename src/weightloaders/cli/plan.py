@@ -31,19 +31,20 @@ from weightloaders.cli.common import (
     say_table,
 )
 from weightloaders.cli.hints import for_command_line
+from weightloaders.cli.plan_diff import say_difference
+from weightloaders.cli.plan_tree import say_tree
+from weightloaders.cli.plan_ways import forecast_text, ways_of
 from weightloaders.errors import ModelError
 from weightloaders.weights.file_names import natural
 from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from weightloaders.plan import LoadPlan, Step
-    from weightloaders.targets import Target
+    from weightloaders.cli.plan_ways import Way
+    from weightloaders.plan import LoadPlan
+    from weightloaders.weights.weights import Weights
 
 # Files and kinds of renames that are listed; `--json` has them all.
 _SHOWN = 2
-_KINDS = {"CopyStep": "read", "ComputeStep": "computed", "CallStep": "own weight_loader"}
 
 
 def plan_source(
@@ -72,6 +73,17 @@ def plan_source(
     full: Annotated[
         bool, typer.Option("--full", help="A line for each parameter, with its place in the file.")
     ] = False,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="The modules as a tree; layers that are alike in one line.")
+    ] = False,
+    diff: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="Show what is read differently where the model is filled from OTHER. Exit status 1 if anything is.",
+            show_default=False,
+        ),
+    ] = None,
     json: Json = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -92,9 +104,16 @@ def plan_source(
         skeleton = build_skeleton(
             model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
         )
-        opened = open_weights(source, loader, **options)
-    with opened as weights:
-        plan = plan_load(skeleton.model, weights, rules=rules_file(rules), automatic=not no_automatic, **decided)
+
+    def planned(weights: Weights) -> LoadPlan:
+        return plan_load(skeleton.model, weights, rules=rules_file(rules), automatic=not no_automatic, **decided)
+
+    with open_weights(source, loader, **options) as weights:
+        plan = planned(weights)
+        if diff is not None:
+            with open_weights(diff, loader, **options) as others:
+                differs = say_difference(plan, planned(others), (source, diff), json=json)
+            raise typer.Exit(differs)
         if json:
             say(plan.to_json(runnable=False))
         elif explain is not None:
@@ -102,7 +121,9 @@ def plan_source(
         else:
             _say_verdict(plan)
             say("")
-            if full:
+            if tree:
+                say_tree(ways_of(plan), skeleton.model.__class__.__name__)
+            elif full:
                 _say_steps(plan)
             else:
                 _say_modules(plan, depth)
@@ -120,6 +141,7 @@ def _say_verdict(plan: LoadPlan) -> None:
         kinds = Counter(_change(old, new) for old, new in plan.renamed.items())
         said = [f"{old!r} -> {new!r} ({count:,})" for (old, new), count in kinds.most_common()]
         say(f"renamed: {len(plan.renamed):,}: {_listed(said, _SHOWN)}")
+    say(f"it takes {forecast_text(plan)}")
 
 
 def _listed(items: list[str], most: int) -> str:
@@ -138,44 +160,39 @@ def _change(old: str, new: str) -> tuple[str, str]:
     return re.sub(r"\d+", "*", ".".join(a)), re.sub(r"\d+", "*", ".".join(b))
 
 
-def _filled(plan: LoadPlan) -> Iterator[tuple[Target, Step]]:
-    """What the plan fills, and by which step, as names are counted: layer 2 before layer 10."""
-    from weightloaders.plan import step_targets
-
-    pairs = [(target, step) for step in plan.steps for target in step_targets(step)]
-    yield from sorted(pairs, key=lambda pair: natural(pair[0].name))
+def _filled(plan: LoadPlan) -> list[Way]:
+    return [way for way in ways_of(plan).values() if way.steps]
 
 
 def _say_modules(plan: LoadPlan, depth: int) -> None:
-    from weightloaders.plan import step_infos
-
-    modules: dict[str, list[tuple[Target, Step]]] = defaultdict(list)
-    for target, step in _filled(plan):
-        modules[".".join(target.name.split(".")[:-1][:depth]) or target.name].append((target, step))
+    modules: dict[str, list[Way]] = defaultdict(list)
+    for way in _filled(plan):
+        name = way.target.name
+        modules[".".join(name.split(".")[:-1][:depth]) or name].append(way)
     rows = []
-    for module, filled in modules.items():
-        infos = [info for _, step in filled for info in step_infos(step)]
+    for module, ways in modules.items():
+        infos = [info for way in ways for info in way.sources]
         files = sorted({Path(extent.source.name).name for info in infos for extent in info.extents}, key=natural)
-        how = dict.fromkeys(_KINDS[type(step).__name__] for _, step in filled)
-        nbytes = sum(target.tensor.numel() * target.dtype.itemsize for target, _ in filled)
+        how = dict.fromkeys(way.how for way in ways)
+        nbytes = sum(way.nbytes for way in ways)
         where = _listed(files, _SHOWN) or "(made by the loader)"
-        rows.append((module, f"{len(filled):,}", f"{nbytes:,}", ", ".join(how), where))
+        rows.append((module, f"{len(ways):,}", f"{nbytes:,}", ", ".join(how), where))
     say_table(["module", "parameters", "bytes", "how", "from"], rows, numbers=["parameters", "bytes"])
 
 
 def _say_steps(plan: LoadPlan) -> None:
-    from weightloaders.plan import describe_source, step_infos
+    from weightloaders.plan import describe_source
 
     say_table(
         ["parameter", "dtype", "shape", "how", "from"],
         [
             (
-                target.name,
-                str(target.dtype).removeprefix("torch."),
-                list(target.shape),
-                _KINDS[type(step).__name__],
-                "; ".join(describe_source(info) for info in step_infos(step)),
+                way.target.name,
+                str(way.target.dtype).removeprefix("torch."),
+                list(way.target.shape),
+                way.how,
+                "; ".join(map(describe_source, way.sources)),
             )
-            for target, step in _filled(plan)
+            for way in _filled(plan)
         ],
     )

@@ -106,7 +106,7 @@ class CopyData(_Part):
     target: str
     sources: list[str]
     placements: list[PlacementData]
-    rules: list[str] = []
+    rules: tuple[str, ...] = ()
 
 
 class ConvertData(_Part):
@@ -145,7 +145,7 @@ class ComputeData(_Part):
     sources: list[str | list[str]]
     function: Annotated[ConvertData | TransformersData | UnnamedData, Field(discriminator="kind")]
     reason: str
-    rules: list[str] = []
+    rules: tuple[str, ...] = ()
 
 
 class CallData(_Part):
@@ -155,7 +155,7 @@ class CallData(_Part):
     target: str
     source: str
     shard_id: int | str | None = None
-    rules: list[str] = []
+    rules: tuple[str, ...] = ()
 
 
 class FindingData(_Part):
@@ -164,7 +164,7 @@ class FindingData(_Part):
     kind: str
     severity: Literal["error", "warning", "info"]
     message: str
-    tensors: list[str] = []
+    tensors: tuple[str, ...] = ()
     file: str | None = None
     hint: str | None = None
 

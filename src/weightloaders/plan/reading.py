@@ -106,7 +106,7 @@ def _as_plan(data: doc.PlanData) -> LoadPlan:
     return LoadPlan(
         steps=[_step(step, targets, infos) for step in data.steps],
         findings=[
-            Finding(f.kind, f.severity, f.message, tuple(f.tensors), f.file, f.hint) for f in data.findings
+            Finding(f.kind, f.severity, f.message, f.tensors, f.file, f.hint) for f in data.findings
         ],
         missing=data.missing,
         unexpected=data.unexpected,
@@ -184,7 +184,7 @@ def _step(
     targets: Mapping[str, Target],
     infos: Mapping[str, TensorInfo],
 ) -> Step:
-    rules = tuple(step.rules)
+    rules = step.rules
     if isinstance(step, doc.CallData):
         return CallStep(_named(targets, step.target), _named(infos, step.source), step.shard_id, rules)
     if isinstance(step, doc.CopyData):

@@ -57,7 +57,7 @@ def as_document(plan: LoadPlan, *, runnable: bool) -> doc.PlanData:
         skipped_files=plan.skipped_files,
         findings=[
             doc.FindingData(
-                kind=f.kind, severity=f.severity, message=f.message, tensors=list(f.tensors), file=f.file, hint=f.hint
+                kind=f.kind, severity=f.severity, message=f.message, tensors=f.tensors, file=f.file, hint=f.hint
             )
             for f in plan.findings
         ],
@@ -147,7 +147,7 @@ def _extent(extent: Extent, info: TensorInfo, numbers: Mapping[str, int]) -> doc
 
 
 def _step(step: Step, *, runnable: bool) -> doc.CopyData | doc.ComputeData | doc.CallData:
-    rules = list(step.rules)
+    rules = step.rules
     if isinstance(step, CopyStep):
         return doc.CopyData(
             kind="copy",
