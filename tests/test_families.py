@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.families import check, sweep
+from benchmarks.families import check, different, sweep
 from benchmarks.small_models import classes
 from weightloaders import load_into, plan_load
 from weightloaders.plan import ComputeStep, CopyStep
@@ -188,6 +188,25 @@ def test_a_class_of_transformers_loads_to_the_bit(name: str) -> None:
     result = check(name)
     assert (result.status, result.reason) == ("equal", "")
     assert result.computed == {}
+
+
+def test_the_comparison_sees_a_bit_a_buffer_a_tie_and_a_config() -> None:
+    expected = build("llama tied")
+    assert list(different(build("llama tied"), expected)) == []
+    other = build("llama tied")
+    norm = other.model.norm.weight.data
+    norm[3] = torch.nextafter(norm[3], torch.tensor(torch.inf))
+    assert list(different(other, expected)) == ["model.norm.weight has other values"]
+    other = build("llama tied")
+    other.model.rotary_emb.inv_freq[0] += 1
+    assert list(different(other, expected)) == ["model.rotary_emb.inv_freq has other values"]
+    other = build("llama tied")
+    other.lm_head.weight = torch.nn.Parameter(other.lm_head.weight.detach().clone())
+    assert list(different(other, expected)) == ["other ties: [['lm_head.weight', 'model.embed_tokens.weight']]"]
+    other = build("llama tied")
+    other.config.rms_norm_eps = 0.5
+    assert list(different(other, expected)) == ["config: ['rms_norm_eps']"]
+    assert list(different(build("llama tied").to(torch.bfloat16), expected)) != []
 
 
 @pytest.mark.slow
