@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from weightloaders import (
@@ -24,6 +25,7 @@ from weightloaders import (
     save_weights,
 )
 from weightloaders.errors import ConfigError, LoadError, ModelError, PlanError
+from weightloaders.mapping.quantised import one_by_one
 from weightloaders.plan import ComputeStep, CopyStep
 from weightloaders.skeleton import build_skeleton
 
@@ -326,6 +328,48 @@ def test_other_kinds_of_codes_and_scales_load_alike(changed: Callable[..., Path]
         assert report.unexpected == []
 
 
+@pytest.mark.usefixtures("gpu")
+def test_what_is_to_stay_float32_does_not_make_numbers_of_codes(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.DeepseekV3PreTrainedModel, "_keep_in_fp32_modules_strict", ["mlp.up_proj"])
+    model, _ = from_pretrained(folder("fp8 deepseek"), progress=False)
+    assert model.get_parameter(UP).dtype == torch.float8_e4m3fn
+
+
+def test_a_quantizer_may_ask_for_another_dtype(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "update_dtype", lambda self, dtype: torch.float16)
+    model, _ = from_pretrained(folder("fp8 deepseek"), progress=False)
+    assert_same(model, theirs(folder("fp8 deepseek")))
+    assert model.dtype == torch.float16
+
+
+@pytest.mark.parametrize("joined", [0, 1, 2])
+@pytest.mark.parametrize("stacked", [0, 1])
+def test_experts_one_by_one_make_what_all_at_once_make(stacked: int, joined: int) -> None:
+    patterns = ["experts.*.gate.weight", "experts.*.up.weight"]
+    operations = [MergeModulelist(dim=stacked), Concatenate(dim=joined)]
+    converter = WeightConverter(patterns, "experts.gate_up", [Passing(), *operations])
+
+    def run(slots: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        for pattern, tensors in slots.items():
+            for tensor in tensors:
+                converter.add_tensor("experts.gate_up", "experts.gate_up", pattern, tensor)
+        return converter.convert("experts.gate_up")
+
+    slots = {pattern: [torch.rand(3, 4) for _ in range(5)] for pattern in patterns}
+    made, expected = one_by_one(converter, slots, run), run(slots)
+    assert made.keys() == expected.keys()
+    assert torch.equal(made["experts.gate_up"], expected["experts.gate_up"])
+
+
+class Passing(ConversionOps):
+    """In the place of what de-quantises."""
+
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return input_dict
+
+
 def test_smaller_blocks_at_the_end_are_blocks_of_their_own(folder: Callable[[str], Path]) -> None:
     # transformers makes as many blocks of equal size of them, 4 of 14 rows instead of 3 of 16 and one of 8, and so
     # multiplies codes by the scales of other blocks.
@@ -402,6 +446,16 @@ PACKED = "model.layers.0.mlp.experts.gate_up_proj"
             (f"{EXPERTS}.3.up_proj.weight", "without its scales", f"{EXPERTS}.3.up_proj.weight_scale_inv"),
         ),
         ("fp8 deepseek", with_scales(f"{EXPERTS}.2.down_proj.weight_scale_inv", 2, 2), ("[2, 2]", "[2, 1] scales")),
+        (
+            "fp8 deepseek",
+            lambda tensors: tensors.update(
+                {
+                    f"{EXPERTS}.2.down_proj.weight": torch.ones(16, 16).to(torch.float8_e4m3fn),
+                    f"{EXPERTS}.2.down_proj.weight_scale_inv": torch.ones(1, 1),
+                }
+            ),
+            ("down_proj.weight", "several shapes: [32, 16], [16, 16]"),
+        ),
         ("mxfp4 gpt-oss", without(f"{PACKED}_scales"), (f"{PACKED}_blocks", f"its scales, '{PACKED}_scales'")),
         ("mxfp4 gpt-oss", without(f"{PACKED}_blocks"), (f"{PACKED}_scales", f"belongs to, '{PACKED}_blocks'")),
         ("mxfp4 gpt-oss", with_scales(f"{PACKED}_scales", 4, 64, 1), ("[4, 64, 1]", "[4, 64, 2] scales")),
@@ -418,6 +472,15 @@ def test_codes_and_scales_that_do_not_match_are_told_before_anything_is_touched(
     with pytest.raises(PlanError):
         from_pretrained(path, progress=False)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_scale_of_activations_is_no_weight(changed: Callable[..., Path]) -> None:
+    def lose(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.0.mlp.up_proj.activation_scale"] = torch.ones(())
+        del tensors[UP], tensors[f"{UP}_scale_inv"]
+
+    with pytest.raises(PlanError, match=r"1 of 31 parameters (is|are) not in the source"):
+        from_pretrained(changed("fp8 deepseek", lose), progress=False)
 
 
 def test_a_stream_that_ends_without_some_scales_fails(folder: Callable[[str], Path]) -> None:

@@ -86,7 +86,8 @@ class Quantisation:
 
         Raises:
             IncompleteCheckpointError: If there are codes without scales, or scales without codes.
-            CheckpointFormatError: If scales are not of the shape that goes with their codes.
+            CheckpointFormatError: If scales are not of the shape that goes with their codes, or experts are not of one
+                shape.
         """
         found = False
         for stem, (code, scale, *others) in self._weights(slots):
@@ -98,6 +99,8 @@ class Quantisation:
             found = found or bool(scales)
             for tensor, its_scales in zip(codes, scales, strict=False):
                 self._check_shapes(tensor, its_scales, names[stem + code], names[stem + scale])
+            for tensors, part in ((codes, code), (scales, scale)):
+                _check_alike(tensors, names.get(stem + part, ""))
         self.met_codes = self.met_codes or found
         return found
 
@@ -172,6 +175,16 @@ def quantisation_of(model: nn.Module) -> Quantisation | None:
     return known
 
 
+def _check_alike(tensors: Sequence[torch.Tensor], name: str) -> None:
+    shapes = dict.fromkeys(tuple(tensor.shape) for tensor in tensors)
+    if len(shapes) > 1:
+        raise CheckpointFormatError(
+            f"{name!r} and its like have several shapes: {', '.join(str(list(shape)) for shape in shapes)}",
+            tensor=name,
+            hint="tensors that are stacked must be of one shape: fetch or export the checkpoint again",
+        )
+
+
 def _half(name: str, part: str, other: str, what: str) -> IncompleteCheckpointError:
     absent = name.removesuffix(part) + other if name.endswith(part) else other
     return IncompleteCheckpointError(
@@ -192,12 +205,11 @@ def one_by_one(
 
     Args:
         converter: transformers' conversion.
-        slots: Pattern of a source -> the tensors of that kind, of one expert after the other.
+        slots: Pattern of a source -> the tensors of that kind, of one expert after the other, all of one shape.
         run: What the conversion makes of some of them.
     """
     counts = {len(tensors) for tensors in slots.values() if tensors}
-    alike = all(len({tensor.shape for tensor in tensors}) <= 1 for tensors in slots.values())
-    if len(counts) != 1 or counts == {1} or not alike or not all(map(_keeps_experts_apart, converter.operations[1:])):
+    if len(counts) != 1 or counts == {1} or not all(map(_keeps_experts_apart, converter.operations[1:])):
         return run(slots)
     (count,) = counts
     results: dict[str, torch.Tensor] = {}
