@@ -104,11 +104,13 @@ def plan_source(
         skeleton = build_skeleton(
             model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
         )
+        # Within it, too: a branch on the hub is asked for once, and stands for one commit.
+        opened = open_weights(source, loader, **options)
 
     def planned(weights: Weights) -> LoadPlan:
         return plan_load(skeleton.model, weights, rules=rules_file(rules), automatic=not no_automatic, **decided)
 
-    with open_weights(source, loader, **options) as weights:
+    with opened as weights:
         plan = planned(weights)
         if diff is not None:
             with open_weights(diff, loader, **options) as others:
