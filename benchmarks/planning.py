@@ -225,7 +225,7 @@ def one_plan(kind: str, folder: Path, moe_layers: int, profile: str | None) -> d
     model, rules = model_and_rules(kind, moe_layers)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     weights = weightloaders.api.open_weights(folder, "local")
     opened = time.perf_counter()
     if profile:
@@ -236,12 +236,12 @@ def one_plan(kind: str, folder: Path, moe_layers: int, profile: str | None) -> d
         profiler.dump_stats(profile)
     else:
         plan = weightloaders.api.plan_load(model, weights, rules=rules)
-    planned = time.perf_counter()
+    planned, used = time.perf_counter(), time.process_time() - used
     peak = status("VmHWM")
     if plan.missing or not plan.ok:
         sys.exit(f"the plan is not complete: {plan}"[:2000])
     return {
-        "tensors": len(weights), "opening": opened - start, "planning": planned - opened,
+        "tensors": len(weights), "opening": opened - start, "planning": planned - opened, "used": used,
         "parameters": len(plan.loaded), "extra": peak - before, "peak": peak,
     }  # fmt: skip
 
@@ -280,15 +280,15 @@ def main() -> None:
         print(json.dumps(one_plan(kind, Path(folder), int(layers), options.profile)))
         return
     print(
-        f"{'model':22} {'tensors':>8} {'parameters':>10} {'opening s':>9} {'planning s':>10} {'us/tensor':>9} "
+        f"{'model':22} {'tensors':>8} {'parameters':>10} {'opening s':>9} {'planning s':>10} {'cpu s':>6} "
+        f"{'us/tensor':>9} "
         f"{'extra MB':>8} {'peak MB':>7}"
     )
     for kind, result in runs(options):
-        seconds = result["opening"] + result["planning"]
         print(
             f"{kind:22} {result['tensors']:8.0f} {result['parameters']:10.0f} {result['opening']:9.2f} "
-            f"{result['planning']:10.2f} {seconds / result['tensors'] * 1e6:9.1f} {result['extra'] / 1e6:8.0f} "
-            f"{result['peak'] / 1e6:7.0f}",
+            f"{result['planning']:10.2f} {result['used']:6.2f} {result['used'] / result['tensors'] * 1e6:9.1f} "
+            f"{result['extra'] / 1e6:8.0f} {result['peak'] / 1e6:7.0f}",
             flush=True,
         )
 
