@@ -184,7 +184,7 @@ def report_of(
         loader=context.loader,
         sources=sources_of(plan),
         bytes_read=moved.bytes_read,
-        bytes_by_path=dict(moved.bytes_by_path),
+        bytes_by_path=dict(sorted(moved.bytes_by_path.items())),
         seconds=seconds,
         extra_memory=moved.extra_memory,
     )

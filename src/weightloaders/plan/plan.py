@@ -85,7 +85,7 @@ class LoadPlan:
 
     @property
     def forecast(self) -> Forecast:
-        """What running the plan will take: bytes, reads, memory. What is on meta is thought of as on the CPU."""
+        """Bytes, reads and memory that running the plan will take. What is on meta is thought of as on the CPU."""
         if self._forecast is None:
             # Of a stream nothing is known beforehand.
             self._forecast = self.forecaster(self.steps) if self.forecaster else Forecast()
