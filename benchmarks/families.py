@@ -1,8 +1,9 @@
-"""Every CausalLM, ImageTextToText and Seq2Seq class of transformers, built small: does it load to the bit?
+"""Every CausalLM, ImageTextToText and Seq2Seq class of transformers, built small: in and out again to the bit?
 
 For each class its default config is shrunk, the model built with random weights and saved by transformers itself (so
 the files have the hub's names). Then the plan must have nothing missing, unexpected or mismatched, and the model that
-weightloaders builds must equal the one that transformers' own ``from_pretrained`` builds. See README.md.
+weightloaders builds must equal the one that transformers' own ``from_pretrained`` builds. Written back in the layout of
+its checkpoint, it must be that checkpoint again. See README.md.
 """
 
 from __future__ import annotations
@@ -109,8 +110,25 @@ def _check(name: str, result: Result) -> None:
                 )
                 result.reason = f"{stored} to {wanted}: {'; '.join(differences[:3])}"
                 return
+            if wanted in (stored, "auto") and (lost := list(_not_written_back(ours, folder))):
+                result.status, result.reason = "different", f"not written back: {'; '.join(lost[:3])}"
+                return
             with open_weights(folder) as weights:
                 result.tensors, result.computed = len(weights), _computed_steps(plan_load(ours, weights))
+
+
+def _not_written_back(model: nn.Module, folder: Path) -> Iterator[str]:
+    """What is not as it was once a model was written in the layout of its checkpoint."""
+    from weightloaders import open_weights, save_weights
+
+    save_weights(model, folder / "back", layout="checkpoint")
+    with open_weights(folder, "local") as before, open_weights(folder / "back", "local") as after:
+        for name in sorted(before.keys() ^ after.keys()):
+            yield f"{name} is only {'in the checkpoint' if name in before else 'in what was written'}"
+        for name in before.keys() & after.keys():
+            one, other = before[name], after[name]
+            if (one.dtype, one.shape) != (other.dtype, other.shape) or not _same_bits(one, other):
+                yield f"{name} has other values"
 
 
 def _unfitting(found: Any) -> Iterator[str]:
