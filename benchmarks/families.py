@@ -267,11 +267,11 @@ def _ties(model: nn.Module) -> set[frozenset[str]]:
 # ------------------------------------------------------------------ all classes, in processes of their own
 
 ROOT = Path(__file__).resolve().parent.parent
-BATCH, PATIENCE = 20, 120.0
+BATCH, PATIENCE = 40, 120.0
 
 
-def sweep(names: Sequence[str], workers: int = 2, *, whole: bool = False) -> list[Result]:
-    """The results of classes, in order. Each batch has a process of its own, so a crash costs one class.
+def sweep(names: Sequence[str], workers: int = 2, *, whole: bool = False) -> Iterator[Result]:
+    """The results of classes, in order, as they come. Each batch has a process of its own: a crash costs one class.
 
     Args:
         names: The classes.
@@ -280,7 +280,8 @@ def sweep(names: Sequence[str], workers: int = 2, *, whole: bool = False) -> lis
     """
     batches = [list(names[at : at + BATCH]) for at in range(0, len(names), BATCH)]
     with ThreadPoolExecutor(workers) as pool:
-        return [result for results in pool.map(functools.partial(_batch, whole=whole), batches) for result in results]
+        for results in pool.map(functools.partial(_batch, whole=whole), batches):
+            yield from results
 
 
 def _batch(names: list[str], *, whole: bool) -> list[Result]:
@@ -343,6 +344,14 @@ def report(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
+def _here(names: Sequence[str], *, whole: bool) -> Iterator[Result]:
+    for name in names:
+        with contextlib.redirect_stdout(sys.stderr):
+            result = check(name, whole=whole)
+        gc.collect()
+        yield result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="CLASS", help="only these")
@@ -357,19 +366,12 @@ def main() -> None:
     unknown = [name for name in names if name not in classes()]
     if unknown:
         parser.error(f"no such classes: {', '.join(unknown)}")
-    if options.here:
-        results = []
-        for name in names:
-            with contextlib.redirect_stdout(sys.stderr):
-                results.append(check(name, whole=options.whole))
-            if options.json:
-                print(json.dumps(asdict(results[-1])), flush=True)
-            gc.collect()
-    else:
-        results = sweep(names, options.workers, whole=options.whole)
+    found = _here(names, whole=options.whole) if options.here else sweep(names, options.workers, whole=options.whole)
+    results = []
+    for result in found:
+        results.append(result)
         if options.json:
-            for result in results:
-                print(json.dumps(asdict(result)))
+            print(json.dumps(asdict(result)), flush=True)
     if not options.json:
         print(report(results))
 
