@@ -186,6 +186,28 @@ def test_a_prefix_is_taken_off_in_front_of_wrappers_too() -> None:
     assert not plan_load(model_of(own), tensors_of(["model.w", "net.model.module.w", "net.w"])).ok
 
 
+def test_names_with_and_without_the_base_models_prefix_are_not_exchanged() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Normed(LlamaForCausalLM):  # type: ignore[misc]
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.norm = nn.LayerNorm(config.hidden_size, bias=False)
+
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = Normed(LlamaConfig(**sizes))
+    assert {"norm.weight", "model.norm.weight"} <= model.state_dict().keys()
+    plan = plan_load(model, {name: torch.full_like(t, at) for at, (name, t) in enumerate(model.state_dict().items())})
+    assert plan.ok
+    assert plan.renamed == {}
+
+
 def test_a_second_copy_of_the_model_makes_a_prefix_a_question() -> None:
     own = [f"layers.{i}.w" for i in range(9)]
     one, other = ([f"{front}.{name}" for name in own] for front in ("model", "ema_model"))
@@ -277,6 +299,19 @@ def test_steps_that_come_together_are_each_told() -> None:
         "all 2 names of the source begin with 'model.', which was left out",
         "1 of 2 names of the source have weight_norm's other spelling, which was exchanged",
     ]
+
+
+def test_what_is_done_to_some_names_is_a_warning_where_others_may_be_missing() -> None:
+    own = ["a.w", "b.w", "head.w"]
+    for source, severity in (
+        (["module.a.w", "module.b.w", "module.other.w"], "info"),
+        (["module.a.w", "b.w"], "warning"),
+    ):
+        plan = plan_load(model_of(own), tensors_of(source), on_missing={re.compile("head"): "ignore"})
+        assert plan.ok
+        (found,) = [f for f in plan.findings if f.kind == "rename"]
+        assert found.severity == severity
+    assert "automatic=False" in str(found.hint)
 
 
 def test_the_callers_rules_and_the_models_own_word_count_all_the_same() -> None:

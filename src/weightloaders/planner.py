@@ -87,6 +87,7 @@ class Planner:
             plan = self._with_prefix(infos, plan, self._automatic_from)
         plan.skipped_files = dict(skipped or {})
         _mention_left_out(plan, notes)
+        _doubt_partial(plan)
         plan.targets, plan.ties, plan.catalogue = self._targets.by_name, self._targets.ties(), tuple(infos)
         plan.findings.extend(self._unused_rules(infos))
         plan.findings.extend(self._left_behind(plan))
@@ -209,6 +210,20 @@ class Planner:
             if isinstance(mapper, RuleMapper)
             for rule, names, hint in mapper.left_behind(plan.unexpected)
         ]  # fmt: skip
+
+
+def _doubt_partial(plan: LoadPlan) -> None:
+    """What was done to some names only, where a policy lets others be missing, nothing has proved right: a warning."""
+    if not plan.missing:
+        return
+    used = {info.name for step in plan.steps for info in step_infos(step)}
+    hint = "if it is not what you mean, load with automatic=False and rules"
+    plan.findings = [
+        replace(finding, severity="warning", hint=hint)
+        if finding.kind == "rename" and finding.tensors and not used.issubset(finding.tensors)
+        else finding
+        for finding in plan.findings
+    ]
 
 
 def _mention_left_out(plan: LoadPlan, notes: Sequence[str]) -> None:

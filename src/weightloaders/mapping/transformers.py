@@ -117,6 +117,9 @@ class ConversionMapper:
         renamed, pattern = self._rename(name, self._renamings, self._converters, self._prefix, self._own)
         if renamed not in self._own and name in self._own:
             renamed, pattern = self._rename(name, [], [], self._prefix, self._own)
+        if pattern is None and name in self._own and self._rename(name, self._renamings, self._converters)[0] == name:
+            # transformers would strip or add the base model's prefix all the same, and exchange two such parameters.
+            return None
         if pattern is None:
             return None if renamed == name else Claim(renamed, (f"transformers: {name} -> {renamed}",))
         converter = self._by_pattern[pattern]
