@@ -32,6 +32,7 @@ from weightloaders import (
     BaseWeightLoader,
     Convert,
     Drop,
+    LoadPlan,
     Rename,
     default_weight_loader,
     load_into,
@@ -590,6 +591,32 @@ def test_a_plan_that_is_run_is_remembered(tmp_path: Path) -> None:
     model, hub = module_of({"qkv": (8, 3)}), noise({"q": (4, 3), "kv": (4, 3)})
     plan_load(model, hub, rules=[Convert(["q", "kv"], "qkv", lambda *parts: torch.cat(parts))]).run(model)
     assert_same(written(model, tmp_path), hub)
+
+
+def test_a_plan_that_was_read_back_is_remembered_as_well(tmp_path: Path) -> None:
+    shapes, rules, own = CASES["fused and interleaved"]
+    hub = {**noise(shapes), "rotary.inv_freq": torch.ones(2)}
+    save_file(hub, tmp_path / "hub.safetensors")
+    plan = LoadPlan.from_json(plan_load(module_of(own), tmp_path / "hub.safetensors", rules=rules).to_json())
+    model = module_of(own)
+    plan_load(model, tmp_path / "hub.safetensors", plan=plan).run(model)
+    del hub["rotary.inv_freq"]
+    assert_same(written(model, tmp_path), hub)
+
+
+def test_a_save_that_fails_on_the_way_leaves_a_folder_as_it_was(tmp_path: Path) -> None:
+    hub = noise({"a": (2, 3), "k": (2, 3)})
+    model = module_of({"a": (2, 3), "k": (4, 3)})
+    load_into(model, hub, rules=[Convert("k", "k", lambda k: k.repeat_interleave(2, 0))], progress=False)
+    save_weights(model, tmp_path, layout="checkpoint", max_shard_size=24)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(before) >= 3
+    with torch.no_grad():
+        model.a += 1
+        model.k[1, 0] += 1
+    with pytest.raises(SaveError, match="not the same there any more"):
+        save_weights(model, tmp_path, layout="checkpoint", max_shard_size=24)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_the_last_load_counts(tmp_path: Path) -> None:
