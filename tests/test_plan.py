@@ -1185,6 +1185,63 @@ def test_explain_tells_file_bytes_and_rules(tmp_path: Path) -> None:
         plan.explain("gonne")
 
 
+@pytest.mark.parametrize(
+    ("stored", "wanted", "function", "said"),
+    [
+        ((4, 3), (4, 3), lambda w: w.clone(), "all of it from w (made by its loader)"),
+        ((4, 3), (3, 4), lambda w: w.t(), "all of it from w (made by its loader), transposed"),
+        ((4, 3, 2), (2, 4, 3), lambda w: w.permute(2, 0, 1), "all of it from w (made by its loader), transposed"),
+        ((2, 3, 4), (3, 2, 4), lambda w: w.transpose(0, 1), "all of it from w (made by its loader), in another order"),
+        ((8, 6), (6, 4), lambda w: w[1:7, 2:6], "all of it from w[1:7, 2:6] (made by its loader)"),
+        ((8, 6), (4, 6), lambda w: w[::2], "all of it from w[0:7:2, :] (made by its loader)"),
+        ((8, 6), (8, 3), lambda w: w[:, 1::2], "all of it from w[:, 1:6:2] (made by its loader)"),
+        ((8, 6), (6,), lambda w: w[3], "all of it from w[3, :] (made by its loader)"),
+        ((8, 6), (), lambda w: w[3, 2], "all of it from w[3, 2] (made by its loader)"),
+        ((4,), (4,), lambda w: w.flip(0), "all of it from w (made by its loader), backwards"),
+        ((1, 3), (4, 3), lambda w: w.expand(4, 3).clone(), "all of it from w (made by its loader), repeated"),
+        (
+            (6, 2), (6, 2), lambda w: w.view(3, 2, 2).transpose(0, 1).reshape(6, 2),
+            "all of it from w (made by its loader), in another order",
+        ),
+        (
+            (4, 3), (4, 3), lambda w: torch.cat([w[1:], w[:1]]),
+            "w[0:3, :] from w[1:4, :] (made by its loader)\n  w[3, :] from w[0, :] (made by its loader)",
+        ),
+        (
+            (3, 4), (3, 6), lambda w: torch.nn.functional.pad(w, (1, 1), value=2.5),
+            "w[:, 1:5] from w (made by its loader)",
+        ),
+    ],
+)  # fmt: skip
+def test_explain_says_slices_as_they_are_written(
+    stored: tuple[int, ...], wanted: tuple[int, ...], function: Any, said: str
+) -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(wanted))
+    plan = plan_load(model, {"w": counted(*stored)}, rules=[Convert("w", "w", function)])
+    assert isinstance(plan.steps[0], CopyStep)
+    assert f"  {said}\n" in plan.explain("w")
+
+
+def test_explain_says_what_is_a_constant_and_what_takes_turns() -> None:
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(12, 2))
+    rule = Convert("w", "w", lambda w: torch.nn.functional.pad(w.view(3, 2, 2), (0, 0, 1, 1), value=2.5).flatten(0, 1))
+    explained = plan_load(model, {"w": counted(6, 2)}, rules=[rule]).explain("w")
+    assert "w[1:3, :] (3 times, each 4 further in dimension 0) from w (made by its loader)" in explained
+    assert "is 2.5 everywhere" in explained
+
+
+def test_explain_tells_which_bytes_a_slice_is(tmp_path: Path) -> None:
+    save(tmp_path / "m", {"w": counted(10, 4)})
+    plan = plan_load(nn.Linear(4, 3, bias=False), tmp_path / "m", rules=[Convert("w", "weight", lambda w: w[2:5])])
+    start = (tmp_path / "m" / "model.safetensors").stat().st_size - 10 * 4 * 4
+    assert (
+        f"all of it from w[2:5, :] in {tmp_path / 'm' / 'model.safetensors'}, bytes {start + 32} to {start + 80}"
+        in (plan.explain("weight"))
+    )
+
+
 def test_explain_tells_of_ties_and_mismatches() -> None:
     assert "shares its memory or value with embed.weight" in plan_load(Tied(), {"embed.weight": counted(8, 4)}).explain(
         "head.weight"

@@ -67,7 +67,7 @@ def _described(info: TensorInfo, what: str, placed: Placement) -> str:
     """The part of a tensor that is read, and where it lies."""
     extent = single_run(info)
     if extent is None:
-        return f"{what} of {describe_source(info)}"
+        return what + describe_source(info).removeprefix(info.name)
     start, end = (extent.offset + at * extent.stored_dtype.itemsize for at in placed.source_range)
     return f"{what} in {extent.source.name}, {'' if placed.is_contiguous else 'among '}bytes {start} to {end}"
 
@@ -89,8 +89,8 @@ def _place(name: str, shape: Sequence[int], placed: Placement, side: Literal[1, 
     """One side of a copy as a slice of its tensor; empty where it is all of it."""
     loops = [(count, abs(dim[side])) for dim in placed.dims if dim[side] for count in dim[:1]]
     start = placed.source_range[0] if side == 1 else placed.target_start
-    # As an index is written: the largest steps first.
-    loops.sort(key=_step, reverse=True)
+    # As an index is written: the largest steps first, and what goes on as one.
+    loops = _joined(sorted(loops, key=_step, reverse=True))
     ranges = _ranges(start, loops, shape)
     if ranges is not None:
         return "" if all(text == ":" for text in ranges) else f"{name}[{', '.join(ranges)}]"
@@ -105,6 +105,17 @@ def _place(name: str, shape: Sequence[int], placed: Placement, side: Literal[1, 
 
 def _step(loop: tuple[int, int]) -> int:
     return loop[1]
+
+
+def _joined(loops: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Loops of which the outer one goes on where the inner one ends, as one."""
+    result: list[tuple[int, int]] = []
+    for count, step in loops:
+        if result and result[-1][1] == count * step:
+            result[-1] = result[-1][0] * count, step
+        else:
+            result.append((count, step))
+    return result
 
 
 def _further(step: int, shape: Sequence[int]) -> str:
