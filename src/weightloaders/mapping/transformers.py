@@ -198,9 +198,11 @@ class ConversionMapper:
     def _run(
         self, run: Any, target: str, found: Mapping[str, Sequence[torch.Tensor]], wanted: torch.dtype | None
     ) -> dict[str, torch.Tensor]:
+        is_mixed = len({part.dtype for parts in found.values() for part in parts}) > 1
         for pattern, parts in found.items():
             for part in parts:
-                if wanted is not None and not may_cast(part.dtype, wanted):
+                # Where all are codes, what they make is no match for the model's dtype, and that is said then.
+                if wanted is not None and is_mixed and not may_cast(part.dtype, wanted):
                     raise RuleError(
                         f"one of the tensors {pattern} has {part.dtype} values, which can't become {wanted} by a cast",
                         hint="integers and 8-bit codes are usually quantised weights: build the model with the "
