@@ -200,6 +200,27 @@ def test_buffers_of_all_threads_are_in_the_forecast(monkeypatch: pytest.MonkeyPa
     held_against_a_run(plan, model, source)
 
 
+def test_a_step_that_is_never_carried_out_takes_nothing() -> None:
+    """A function that leaves memory unwritten is an error of the plan, which can be looked at all the same."""
+
+    def half(w: torch.Tensor) -> torch.Tensor:
+        result = w.new_empty(4)
+        result[:2] = w[:2]
+        return result
+
+    source = CountingSource(bytes(32))
+    plan = plan_load(
+        module(w=torch.zeros(4), v=torch.zeros(4)),
+        catalogue(source, ("w", F32, (4,)), ("v", F32, (4,))),
+        rules=[Convert("w", "w", half)],
+    )
+    assert not plan.ok
+    assert plan.forecast.bytes_to_read == 16
+    assert str(plan)
+    assert LoadPlan.from_json(plan.to_json()).to_json() == plan.to_json()
+    assert "w[2:4] is never written" in plan.explain("w")
+
+
 def test_of_a_stream_nothing_is_known_beforehand() -> None:
     assert (LoadPlan().bytes_to_read, LoadPlan().forecast.reads) == (0, 0)
 

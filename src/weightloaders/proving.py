@@ -12,7 +12,6 @@ import torch
 
 from weightloaders.errors import PlanError, RuleError, WeightLoadersError
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.placement import TooManyPlacements
 from weightloaders.mapping.recipes import FunctionMaker
 from weightloaders.placing import overlaps
 from weightloaders.plan import CallStep, CopyStep, LoadPlan, Step, makes_up_its_target, step_targets
@@ -136,11 +135,7 @@ def _step(step: Step, targets: Mapping[str, Target], infos: Mapping[str, TensorI
 
 def _checked_copy(step: CopyStep) -> CopyStep:
     name = step.target.name
-    try:
-        whole = makes_up_its_target(step)
-    except TooManyPlacements:
-        whole = False
-    if not whole:
+    if not makes_up_its_target(step):
         raise _refused(f"its copies don't fill {name!r} exactly once, with what is in their sources", name)
     for info in step.sources:
         if not may_cast(info.dtype, step.target.dtype):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from weightloaders.errors import LoadError
 from weightloaders.mapping.placement import is_empty
 from weightloaders.plan import CopyStep, Forecast
 from weightloaders.transfer.engine import threads_for
@@ -23,13 +25,14 @@ def forecast(steps: Sequence[Step]) -> Forecast:
     """What carrying out these steps will take. Nothing is read, and nothing is allocated.
 
     Args:
-        steps: The steps. Targets on meta are thought of as on the CPU.
-
-    Raises:
-        LoadError: If a step does not fit its target.
+        steps: The steps. Targets on meta are thought of as on the CPU. One that does not make up its target is never
+            carried out, and takes nothing.
     """
     space = Workspace()
-    jobs = [job for step in steps for job in jobs_of(step, space)]
+    jobs: list[Job] = []
+    for step in steps:
+        with contextlib.suppress(LoadError):
+            jobs.extend(jobs_of(step, space))
     by_path: dict[str, int] = defaultdict(int)
     for job in jobs:
         by_path[job.path] += job.nbytes
