@@ -202,24 +202,26 @@ def test_symbols_go_where_elements_go(source_shapes: list[tuple[int, ...]], data
     for shape in source_shapes:
         firsts.append(firsts[-1] + math.prod(shape))
     real = [numbers(shape, first) for shape, first in zip(source_shapes, firsts, strict=False)]
-    symbols = [SymbolicTensor.of(i, shape, torch.float32) for i, shape in enumerate(source_shapes)]
+    steps = []
     for _ in range(data.draw(st.integers(1, 7))):
         function, chosen = _step(data.draw, real)
-        results = function(*(real[i] for i in chosen))
-        with tracing():
-            traced = function(*(symbols[i] for i in chosen))
-        results = [results] if isinstance(results, torch.Tensor) else list(results)
-        traced = [traced] if isinstance(traced, torch.Tensor) else list(traced)
-        assert len(results) == len(traced)
-        for result, trace in zip(results, traced, strict=True):
-            assert isinstance(trace, SymbolicTensor)
-            assert trace.shape == result.shape
-            assert trace.dtype == torch.float32
-            assert torch.equal(elements_of(trace, firsts), result)
-        real += results
-        symbols += traced
+        steps.append((function, chosen))
+        real += _list_of(function(*(real[i] for i in chosen)))
         # Repetitions multiply.
         assume(sum(result.numel() for result in real) < 5000)
+    with tracing():
+        symbols = [SymbolicTensor.of(i, shape, torch.float32) for i, shape in enumerate(source_shapes)]
+        for function, chosen in steps:
+            symbols += _list_of(function(*(symbols[i] for i in chosen)))
+    for result, trace in zip(real, symbols, strict=True):
+        assert isinstance(trace, SymbolicTensor)
+        assert trace.shape == result.shape
+        assert trace.dtype == torch.float32
+        assert torch.equal(elements_of(trace, firsts), result)
+
+
+def _list_of(results: Any) -> list[Any]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 OPERATIONS = {
@@ -371,7 +373,7 @@ def test_rows_assigned_one_by_one_are_one_placement_a_side() -> None:
 
 def test_padding_is_a_constant() -> None:
     padded = nn.functional.pad(symbol(4, 6), (0, 0, 0, 2))
-    assert pieces(padded) == [run(0, 0, 0, 24), Placement(Constant(0), 0, 24, ((12, 0, 1),))]
+    assert pieces(padded) == [run(0, 0, 0, 24), Placement(Constant(0.0), 0, 24, ((12, 0, 1),))]
 
 
 # ------------------------------------------------------------------ memory of its own

@@ -19,10 +19,11 @@ def is_codes(dtype: torch.dtype) -> bool:
 
 
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a cast that may be made loses precision or range.
+    """Whether a cast loses precision or range.
 
     bfloat16 and float16 each hold numbers that the other does not.
     """
-    if source == target:
+    if source == target or is_codes(source) or is_codes(target):
+        # What a function makes of numbers, or of codes, is no cast.
         return False
     return {source, target} == {torch.bfloat16, torch.float16} or _PRECISION[source] > _PRECISION[target]

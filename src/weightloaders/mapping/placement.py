@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +27,23 @@ class TooManyPlacements(Exception):  # noqa: N818 -- a signal between our own pa
     """A layout so irregular that it can't be said in a bounded number of placements."""
 
 
-class Constant(NamedTuple):
-    """A source that has one value everywhere."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """A source that has one value everywhere.
 
-    value: float
+    Two are equal if their values look alike: 0.0 and -0.0 are two, NaN is equal to NaN.
+
+    Attributes:
+        value: The value.
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and repr(self.value) == repr(other.value)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
 
 
 # A source by its number, one value everywhere, or None: nothing was ever written there.

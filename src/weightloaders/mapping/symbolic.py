@@ -64,7 +64,8 @@ def tracing() -> Iterator[None]:
     """
     token = _refusals.set([])
     try:
-        with _Tracing():  # type: ignore[no-untyped-call]  # torch declares no types
+        # In inference mode, operations come here whole that torch otherwise takes apart first.
+        with torch.inference_mode(mode=False), _Tracing():  # type: ignore[no-untyped-call]  # torch declares no types
             yield
         refusals = _refusals.get()
     finally:
@@ -81,15 +82,17 @@ class _Space:
         is_cast: Whether elements were cast on the way here.
         is_source: Whether it is a source, which is never written to.
         filled: How many elements it has, where the layers fill each just once; 0 where that is not known.
+        refusals: What the code that made it was refused; it is of no use to any other code.
     """
 
-    __slots__ = ("_overwritten", "filled", "is_cast", "is_source", "layers")
+    __slots__ = ("_overwritten", "filled", "is_cast", "is_source", "layers", "refusals")
 
     def __init__(self, layers: list[Placement], *, is_cast: bool = False, is_source: bool = False) -> None:
         self.layers = layers
         self.is_cast = is_cast
         self.is_source = is_source
         self.filled = 0
+        self.refusals = _refusals.get()
         self._overwritten = False
 
     def write(self, source: SymbolicTensor, steps: Iterable[int], start: int, *, cast: bool = False) -> None:
@@ -115,11 +118,12 @@ class _Space:
         if len(self.layers) > MAX_PLACEMENTS:
             raise _too_many()
 
-    def fill(self, value: Constant, view: torch.Tensor) -> None:
+    def fill(self, value: Any, view: torch.Tensor) -> None:
         """Write one value wherever a view of this space looks."""
+        constant = _rounded(value, view.dtype)
         dims = [(size, 0, step) for size, step in zip(view.shape, view.stride(), strict=True)]
         self.filled = 0
-        self.layers.append(placement(value, 0, int(view.storage_offset()), dims))
+        self.layers.append(placement(constant, 0, int(view.storage_offset()), dims))
 
     @property
     def overwritten(self) -> bool:
@@ -134,6 +138,11 @@ class _Space:
                 layer.numel for layer in copies
             )
         return self._overwritten
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Constant:
+    """What a value is once it was written to memory of a dtype."""
+    return Constant(torch.empty((), dtype=dtype, device="cpu").fill_(value).item())
 
 
 def _too_many() -> Untraceable:
@@ -181,6 +190,8 @@ class SymbolicTensor(torch.Tensor):
         Raises:
             Untraceable: If there are too many separate pieces.
         """
+        if _refusals.get() is not None:
+            _check_current(self)
         result = _Space([])
         result.write(self, row_major(self.shape), 0)
         return coalesce(result.layers)
@@ -189,6 +200,15 @@ class SymbolicTensor(torch.Tensor):
         return f"SymbolicTensor(shape={list(self.shape)}, dtype={self.dtype}, layers={len(self.space.layers)})"
 
     # These would get at memory without asking torch's dispatcher.
+    @property
+    def data(self) -> torch.Tensor:
+        """What it is without its history; it can't be exchanged."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Any) -> NoReturn:
+        raise Untraceable("an assignment to .data")
+
     def numpy(self, *_: Any, **__: Any) -> NoReturn:
         """Refused."""
         raise Untraceable("numpy")
@@ -209,7 +229,8 @@ class SymbolicTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a plain function
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return _dispatch(func, args, kwargs, _symbols_in(args, kwargs))
 
 
 class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch declares no types
@@ -227,17 +248,35 @@ class _Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch dec
         # What symbols are made of is on meta, and no other code has a use for that.
         if func in _FACTORIES and kwargs.get("device") != torch.device("meta"):
             return _new(func, args, kwargs, _FACTORIES[func])
-        symbolic = any(isinstance(leaf, SymbolicTensor) for leaf in pytree.arg_tree_leaves(*args, **kwargs))
-        return _dispatch(func, args, kwargs) if symbolic else func(*args, **kwargs)
+        symbols = _symbols_in(args, kwargs)
+        return _dispatch(func, args, kwargs, symbols) if symbols else func(*args, **kwargs)
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _symbols_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[SymbolicTensor]:
+    return [leaf for leaf in pytree.arg_tree_leaves(*args, **kwargs) if isinstance(leaf, SymbolicTensor)]
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], symbols: Sequence[SymbolicTensor]) -> Any:
+    for symbol in symbols:
+        _check_current(symbol)
     handler = _OPERATIONS.get(func)
     if handler is None:
         if not _is_view(func):
             raise Untraceable(str(func))
         handler = _view
     return handler(func, args, kwargs)
+
+
+def _check_current(symbol: SymbolicTensor) -> None:
+    """Refuse what comes from the sources of another run of the code: they are not those of this one."""
+    refusals = symbol.space.refusals
+    if refusals is None or refusals is _refusals.get():
+        return
+    if any(isinstance(layer.source, int) for layer in symbol.space.layers):
+        reason = "a tensor kept from an earlier call, or used in another thread"
+        # Whoever made it learns of it, too: in another thread nobody else would.
+        refusals.append(reason)
+        raise Untraceable(reason)
 
 
 @functools.cache
@@ -259,9 +298,12 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_args, plain_kwargs = _plain((args, kwargs))
     result = func(*plain_args, **plain_kwargs)
 
+    memory = symbol.plain.untyped_storage()._cdata  # noqa: SLF001 -- torch's only way to tell one memory from another
+
     def seen(view: torch.Tensor) -> SymbolicTensor:
-        # Some views are of other values: of bits as another dtype, conjugates.
-        if view.dtype != symbol.dtype or view.is_conj() or view.is_neg():
+        # Some views are of other values: of bits as another dtype, conjugates. And some are copies where need be.
+        same_values = view.dtype == symbol.dtype and not view.is_conj() and not view.is_neg()
+        if not same_values or view.untyped_storage()._cdata != memory:  # noqa: SLF001 -- see above
             raise Untraceable(str(func))
         return SymbolicTensor(view, symbol.space)
 
@@ -314,12 +356,19 @@ def _unsafe_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sy
     return SymbolicTensor(args[0].plain.view(args[1]), args[0].space)
 
 
+def _in_rows(symbols: Sequence[SymbolicTensor], dims: int) -> bool:
+    """Whether torch lays out in row-major order what is put together of these; with channels there are other orders."""
+    return dims < len("NCHW") or all(symbol.plain.is_contiguous() for symbol in symbols)
+
+
 def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbols = _symbols(func, args[0])
     dim = _argument(args, kwargs, 1, "dim", 0)
     first = symbols[0]
-    if len({(s.dtype, s.dim(), s.shape[:dim], s.shape[dim:][1:]) for s in symbols}) == 1 and (
-        -first.dim() <= dim < first.dim()
+    if (
+        len({(s.dtype, s.dim(), s.shape[:dim], s.shape[dim:][1:]) for s in symbols}) == 1
+        and -first.dim() <= dim < first.dim()
+        and _in_rows(symbols, first.dim())
     ):
         # Nearly always; see `_stack`.
         dim %= first.dim()
@@ -338,7 +387,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTe
 def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
     symbols = _symbols(func, args[0])
     dim = _argument(args, kwargs, 1, "dim", 0)
-    if len({(symbol.shape, symbol.dtype) for symbol in symbols}) == 1:
+    if len({(symbol.shape, symbol.dtype) for symbol in symbols}) == 1 and _in_rows(symbols, symbols[0].dim() + 1):
         # Nearly always. torch's own way on meta imports its compiler first, which takes seconds.
         one = symbols[0].plain.unsqueeze(dim)
         dim %= one.dim()
@@ -365,7 +414,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTe
     symbol: SymbolicTensor = args[0]
     pads = args[1]
     result = func(symbol.plain, pads)
-    space = _Space([whole(Constant(_argument(args, kwargs, 2, "value", 0)), result.numel())])
+    space = _Space([whole(_rounded(_argument(args, kwargs, 2, "value", 0), result.dtype), result.numel())])
     inside, outside = symbol.plain, result
     for number, (before, behind) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         dim = symbol.dim() - 1 - number
@@ -404,7 +453,8 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symboli
     result = torch.ops.aten.index_select.default(symbol.plain, dim, index.to("meta"))
     view, numbers = symbol.plain, index.tolist()
     size = view.shape[dim]
-    if any(not -size <= number < size for number in numbers):
+    least = -size if func is _aten.index.Tensor else 0
+    if any(not least <= number < size for number in numbers):
         raise IndexError(f"an index is out of range for dimension {dim} of size {size}")
     dims = [d for at, d in enumerate(zip(view.shape, view.stride(), result.stride(), strict=True)) if at != dim]
     start, step, out_step = view.storage_offset(), view.stride(dim), result.stride(dim)
@@ -423,7 +473,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -
     result = func(*plain_args, **{**plain_kwargs, "device": "meta"})
     if value is _GIVEN:
         value = _argument(args, kwargs, 2 if func is _aten.new_full.default else 1, "fill_value", None)
-    source = None if value is _UNWRITTEN else Constant(value)
+    source = None if value is _UNWRITTEN else _rounded(value, result.dtype)
     return SymbolicTensor(result, _Space([whole(source, math.prod(result.shape))]))
 
 
@@ -434,6 +484,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol
         raise Untraceable(f"{func} into a tensor that does not come from the source")
     if symbol.space.is_source:
         raise Untraceable(f"{func} into what it was given")
+    if _may_overlap(symbol.plain):
+        raise Untraceable(f"{func} into a tensor that has one element at several places")
     if func is _aten.copy_.default:
         (source,) = _symbols(func, args[1:2])
         spread = SymbolicTensor(source.plain.expand(symbol.shape), source.space)
@@ -445,8 +497,18 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol
         if isinstance(value, SymbolicTensor) or value.is_meta:
             raise Untraceable(f"{func} with a value that is not known yet")
         value = value.item()
-    symbol.space.fill(Constant(value), symbol.plain)
+    symbol.space.fill(value, symbol.plain)
     return symbol
+
+
+def _may_overlap(view: torch.Tensor) -> bool:
+    """Whether one address may be that of several elements; true of some odd views of which it isn't."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(view.stride(), view.shape, strict=True) if size > 1):
+        if step <= reach:
+            return view.numel() > 0
+        reach += step * (size - 1)
+    return False
 
 
 _aten = torch.ops.aten

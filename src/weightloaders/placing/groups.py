@@ -158,9 +158,14 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     try:
         tensors = _arguments(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"))
-        return Outcome(state.group.function(tensors), {}, reason)
+        results = state.group.function(tensors)
+        if any(isinstance(result, SymbolicTensor) for result in results.values()):
+            raise _keeps_tensors(state)
+        return Outcome(results, {}, reason)
     except WeightLoadersError:
         raise
+    except Untraceable as error:
+        raise _keeps_tensors(state) from error
     except Exception as error:
         # Whatever torch says about code that asks for the values of tensors without any, it names the meta device.
         if re.search(r"\bmeta\b", str(error), re.IGNORECASE):
@@ -174,6 +179,13 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
             f"{state.group.rule} can't be applied to tensors of shapes {listed(shapes)}: {error}",
             hint="check the rule's sizes against the model's config",
         ) from error
+
+
+def _keeps_tensors(state: GroupState) -> RuleError:
+    return RuleError(
+        f"{state.group.rule} keeps a tensor from one call to the next, which has no values yet",
+        hint="let the function make its tensors anew in each call (no cache around what makes them)",
+    )
 
 
 def _odd_one(state: GroupState) -> str | None:
@@ -190,9 +202,13 @@ def _odd_one(state: GroupState) -> str | None:
 def _traced(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     """Run the function on symbols."""
     numbers = {id(info): number for number, info in enumerate(state.infos)}
-    symbols = _arguments(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
     with tracing():
+        symbols = _arguments(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
         results = state.group.function(symbols)
+        return _outcome(results, targets)
+
+
+def _outcome(results: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> Outcome:
     placements: dict[str, tuple[Placement, ...]] = {}
     overwritten = []
     for name, symbol in results.items():

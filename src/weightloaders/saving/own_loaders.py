@@ -50,8 +50,8 @@ def with_calls(origin: Origin, parameters: Mapping[str, torch.Tensor]) -> Origin
 
 def _traced(parameter: torch.Tensor, handed: Sequence[tuple[Stored, Any]]) -> list[Placement]:
     """Where a loader puts what it is handed."""
-    symbols = [SymbolicTensor.of(number, tensor.shape, tensor.dtype) for number, (tensor, _) in enumerate(handed)]
     with tracing():
+        symbols = [SymbolicTensor.of(number, tensor.shape, tensor.dtype) for number, (tensor, _) in enumerate(handed)]
         memory = torch.empty(parameter.shape, dtype=parameter.dtype)
         if not isinstance(memory, SymbolicTensor):
             raise Untraceable("memory that can't be traced")
