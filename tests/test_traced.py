@@ -128,6 +128,22 @@ def test_memory_that_a_function_leaves_unwritten_is_an_error(folder: Path) -> No
     assert not model.w.any()
 
 
+def test_what_a_function_makes_nothing_of_is_unexpected(folder: Path) -> None:
+    model = model_for(torch.zeros(24, 40))
+    plan = plan_load(model, folder, rules=[Convert(["a", "b"], "w", lambda a, b: a)])
+    assert plan.unexpected == ["b"]
+    assert "makes nothing of it" in plan.explain("b")
+    with pytest.raises(PlanError, match="makes nothing of it"):
+        load_into(model, folder, rules=[Convert(["a", "b"], "w", lambda a, b: a)], on_unexpected="error")
+
+
+def test_empty_tensors_that_are_turned_are_accounted_for() -> None:
+    model = model_for(torch.zeros(4, 0))
+    plan = plan_load(model, {"a": torch.zeros(0, 4)}, rules=[Convert("a", "w", "transpose")])
+    assert (plan.ok, plan.loaded, plan.ignored) == (True, ["w"], ["a"])
+    plan.run(model)
+
+
 def test_parts_that_a_function_writes_twice_are_reported(folder: Path) -> None:
     def careless(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = torch.empty(47, 40)

@@ -257,9 +257,21 @@ class Placing:
         if outcome.computed:
             arguments = tuple(state.arguments())
             return [ComputeStep(taken, arguments, state.group.function, state.rules, outcome.computed)] if taken else []
+        self._note_unread(infos, state, outcome)
         for name in taken:
             self._note_unwritten(name, state, outcome)
         return [CopyStep.of(target, infos, outcome.placements[name], state.rules) for name, target in taken.items()]
+
+    def _note_unread(self, infos: Sequence[TensorInfo], state: GroupState, outcome: Outcome) -> None:
+        """A function may make nothing of what it is given."""
+        read = {placed.source for placements in outcome.placements.values() for placed in placements}
+        for number, info in enumerate(infos):
+            if number in read:
+                continue
+            if info.numel:
+                self._unwanted(info.name, info.name, f"{state.group.rule} makes nothing of it")
+            else:
+                self.plan.ignored.append(info.name)
 
     def _note_unwritten(self, name: str, state: GroupState, outcome: Outcome) -> None:
         """A function that makes its own memory may leave parts of it unwritten, or write them twice."""
