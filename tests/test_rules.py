@@ -136,12 +136,28 @@ def test_a_pattern_matches_what_its_definition_says(name: list[str], pattern: li
     assert (compiled.anywhere.search(text + ".") is not None) == any(inside)
 
 
+@given(
+    st.text("ab", min_size=1, max_size=8),
+    st.lists(st.sampled_from(["a", "b", "{}"]), min_size=2, max_size=6),
+    st.sampled_from(["", ".{last}", ".**"]),
+)
+def test_captures_in_a_segment_match_what_backtracking_finds(name: str, parts: list[str], rest: str) -> None:
+    pattern = "".join(part if part != "{}" else f"{{x{at}}}" for at, part in enumerate(parts))
+    regex = "".join("([^.]+?)" if part == "{}" else part for part in parts)
+    match = Pattern(pattern + rest).whole.match(f"{name}.end." if rest else f"{name}.")
+    wanted = re.fullmatch(regex, name)
+    assert (match and match.groups()[: regex.count("(")]) == (wanted and wanted.groups())
+
+
 def test_many_wildcards_on_a_long_name_take_no_time() -> None:
     # Backtracking over five `**` would try some 10**14 ways.
     long = ".".join(["a"] * 2000)
     start = time.process_time()
     assert Pattern("**.a.**.a.**.a.**.a.**.b").whole.match(long + ".") is None
     assert not Drop("a.**.a.**.a.**.c").matches(long)
+    assert not Drop("a.**.a.**.a.**.c").matches(".".join(["a"] * 50_000))
+    assert not Drop("**.a.{x}a{y}a{z}b").matches("a." * 50_000 + "a" * 50_000)
+    assert Pattern("{v}a{w}a{x}a{y}a{z}b").whole.match("a" * 100_000 + ".") is None
     assert renamed(long, Rename("**.b.**.c.**.d", "x")) == long
     assert time.process_time() - start < 20
 

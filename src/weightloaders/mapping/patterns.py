@@ -93,8 +93,12 @@ class Pattern:
                 raise RuleError(f"the pattern {self.text!r} captures {{{name}}} twice")
             self.names.append(name)
         # A part of a segment can be captured only where its text may be seen.
-        capture = "([^.]+)" if _CAPTURE.fullmatch(segment) else f"([^.{_HIDDEN}]+?)"
-        return "".join(capture if at % 2 else re.escape(part) for at, part in enumerate(parts))
+        if _CAPTURE.fullmatch(segment):
+            return "([^.]+)"
+        # What a capture ends at is found once and kept, as behind a `**`; only the last goes on to the segment's end.
+        captures = [f"([^.{_HIDDEN}]+?){re.escape(text)}" for text in parts[2::2]]
+        *middle, last = captures or [""]
+        return re.escape(parts[0]) + "".join(f"(?>{capture})" for capture in middle) + last
 
     @property
     def numbered(self) -> list[str]:
@@ -127,7 +131,9 @@ class Pattern:
     @functools.cached_property
     def anywhere(self) -> re.Pattern[str]:
         """Matches segments side by side anywhere in a name."""
-        return re.compile(rf"(?:\A|(?<=\.)){self._regex(self._chunks)}", re.DOTALL)
+        first, *middle = self._chunks
+        # As if a `**` stood in front, so that here too what is found first is kept.
+        return re.compile(rf"\A(?>(?:[^.]*\.)*?{first})" + "".join(f"(?>{chunk})" for chunk in middle), re.DOTALL)
 
     def values(self, match: re.Match[str]) -> dict[str, str]:
         """What each wildcard took."""
