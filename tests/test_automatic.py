@@ -355,3 +355,67 @@ def test_it_can_be_switched_off_in_a_config_file_and_on_the_command_line(tmp_pat
     assert LLMConfig.from_file(tmp_path / "llm.yaml").arguments()["automatic"] is False
     with pytest.raises(ConfigError, match="automatic"):
         LLMConfig(model="m", automatic="no")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------ and the caller's rules
+
+HUB = ("model.embed.w", "model.layers.0.a.w", "model.layers.0.b.w", "model.layers.1.a.w", "model.layers.1.b.w")
+TO_MINE = (
+    Rename("model.embed", "table"),
+    Rename("model", ""),
+    Convert(["layers.*.a.w", "layers.*.b.w"], "layers.*.ab", lambda a, b: torch.cat([a[:1], b[:1]])),
+)
+MINE = ("layers.0.ab", "layers.1.ab", "table.w")
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod", "module._orig_mod"])
+def test_rules_hold_for_names_that_carry_a_wrapper(wrapper: str) -> None:
+    stored = tensors_of(f"{wrapper}.{name}" for name in HUB)
+    plan = plan_load(model_of(MINE), stored, rules=TO_MINE)
+    assert plan.ok
+    assert sorted(plan.loaded) == [*MINE]
+    assert [f.kind for f in plan.findings] == ["rename"]
+    assert "carry a wrapper" in remarks(plan)[0]
+    assert "wrapper removed" in plan.explain("layers.1.ab")
+
+
+def test_a_rule_that_names_the_wrapper_itself_is_heeded() -> None:
+    stored = tensors_of(f"module.{name}" for name in HUB)
+    plan = plan_load(model_of(MINE), stored, rules=[Rename("module", ""), *TO_MINE])
+    assert plan.ok
+    assert not plan.findings
+
+
+@pytest.mark.parametrize(
+    ("stored", "first"),
+    [
+        ([f"module.{name}" for name in HUB], Rename("module", "")),
+        ([f"generator.{name}" for name in HUB], Rename("generator", "")),
+        ([f"a.b.{name}" for name in HUB], Rename("a.b", "")),
+    ],
+)
+def test_rules_for_names_with_another_prefix_are_told_what_to_begin_with(stored: list[str], first: Rename) -> None:
+    plan = plan_load(model_of(MINE), tensors_of(stored), rules=TO_MINE, automatic=False)
+    (said,) = [f for f in plan.findings if f.kind == "rule"]
+    assert "rules match no tensor of the source" in said.message
+    assert f"begin with a rename of {str(first.old)!r} to {first.new!r}" in str(said.hint)
+    assert plan_load(model_of(MINE), tensors_of(stored), rules=[first, *TO_MINE], automatic=False).ok
+
+
+def test_rules_for_names_that_lack_a_prefix_are_told_to_leave_it_out() -> None:
+    plan = plan_load(model_of(MINE), tensors_of(name.removeprefix("model.") for name in HUB), rules=TO_MINE)
+    (said,) = [f for f in plan.findings if f.kind == "rule"]
+    assert str(said.hint).endswith("leave 'model.' out at the front of the rules' patterns")
+
+
+def test_many_rules_for_another_model_are_one_finding() -> None:
+    rules = [Rename(f"other.{i}", f"w{i}") for i in range(20)]
+    (said,) = plan_load(model_of(["a", "b"]), tensors_of(["a", "b"]), rules=rules).findings
+    assert said.message.startswith("20 rules match no tensor")
+
+
+def test_a_misspelt_pattern_is_shown_the_name_that_is_most_like_it() -> None:
+    stored = tensors_of(["layers.0.input_layernorm.w", "head.w", "attn.w"])
+    plan = plan_load(model_of(["n.w", "head.w", "attn.w"]), stored, rules=[Rename("layers.*.input_layer_norm", "n")])
+    (said,) = [f for f in plan.findings if f.kind == "rule"]
+    assert "'layers.0.input_layernorm.w'" in str(said.hint)

@@ -10,7 +10,7 @@ from weightloaders.mapping import automatic, suggest
 from weightloaders.mapping.names import Claim, Mapper, claim_name, natural_order
 from weightloaders.mapping.rules import Rename, RuleMapper
 from weightloaders.placing import GroupState, Placing
-from weightloaders.plan import Finding, LoadPlan, Policies, listed, step_infos, step_targets
+from weightloaders.plan import Finding, LoadPlan, Policies, Severity, listed, step_infos, step_targets
 from weightloaders.weights.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # So many names are tried before a whole plan is made to see whether a prefix is the right one.
 _SAMPLE = 64
+# More rules than this that match nothing have one cause.
+_FEW = 3
 
 
 @dataclass(slots=True)
@@ -84,19 +86,32 @@ class Planner:
         infos = sorted(infos, key=lambda info: natural_order(info.name))
         plan = self._attempt(infos, self._mappers)
         if plan.missing and plan.unexpected and self._automatic_from is not None:
+            plan = self._unwrapped_first(infos, plan)
+        if plan.missing and plan.unexpected and self._automatic_from is not None:
             plan = self._with_prefix(infos, plan, self._automatic_from)
         plan.skipped_files = dict(skipped or {})
         _mention_left_out(plan, notes)
         _doubt_partial(plan)
         plan.targets, plan.ties, plan.catalogue = self._targets.by_name, self._targets.ties(), tuple(infos)
-        plan.findings.extend(self._unused_rules(infos))
+        plan.findings.extend(self._unused_rules(plan, infos))
         plan.findings.extend(self._left_behind(plan))
         plan.findings.extend(Finding("note", "info", note) for note in notes)
         order = {"error": 0, "warning": 1, "info": 2}
         plan.findings.sort(key=lambda finding: order[finding.severity])
         return plan
 
-    # -- prefixes
+    # -- wrappers and prefixes
+
+    def _unwrapped_first(self, infos: Sequence[TensorInfo], first: LoadPlan) -> LoadPlan:
+        """The plan by rules that are written for names without wrappers, if it is whole; else the first plan."""
+        has_rules = any(isinstance(mapper, RuleMapper) and not mapper.origin for mapper in self._mappers)
+        if not has_rules or not any(map(automatic.is_wrapped, first.unexpected)):
+            return first
+        mappers = [automatic.WrapperMapper(self._targets.by_name), *self._mappers]
+        if not self._may_help(first, mappers):
+            return first
+        plan = self._attempt(infos, mappers)
+        return plan if plan.ok and not plan.missing else first
 
     def _with_prefix(self, infos: Sequence[TensorInfo], first: LoadPlan, position: int) -> LoadPlan:
         """The plan with the one known prefix that makes it whole; the first plan where none does, or several do."""
@@ -184,19 +199,29 @@ class Planner:
                 (draft.calls if claim.call_loader else draft.singles).append((info, claim))
         return draft
 
-    def _unused_rules(self, infos: Sequence[TensorInfo]) -> list[Finding]:
+    def _unused_rules(self, plan: LoadPlan, infos: Sequence[TensorInfo]) -> list[Finding]:
         """Rules that match nothing are mostly mistaken."""
         if not infos:
             return []
-        return [
-            Finding(
-                "rule", "info" if mapper.origin else "warning", f"{rule} matches no tensor of the source",
-                hint=f"the source's names look like {infos[0].name!r}",
-            )
-            for mapper in self._mappers
-            if isinstance(mapper, RuleMapper)
-            for rule in mapper.unused()
-        ]  # fmt: skip
+        everything = [info.name for info in infos]
+        names = plan.unexpected or everything
+        found: list[Finding] = []
+        for mapper in self._mappers:
+            if not isinstance(mapper, RuleMapper) or not (unused := mapper.unused()):
+                continue
+            severity: Severity = "info" if mapper.origin else "warning"
+            first = suggest.rename_before_rules(mapper.rules, everything) if len(unused) > 1 else None
+            if first is not None or len(unused) > _FEW:
+                message = f"{len(unused)} rules match no tensor of the source: {listed(unused)}"
+                how = "" if first is None else f": {suggest.as_first_step(first)}"
+                hint = f"they are written for other names than {names[0]!r}{how}"
+                found.append(Finding("rule", severity, message, hint=hint))
+                continue
+            for rule, pattern in zip(unused, mapper.sought(), strict=True):
+                near = suggest.nearest(pattern, names, cutoff=0.0) or names[0]
+                message = f"{rule} matches no tensor of the source"
+                found.append(Finding("rule", severity, message, hint=f"the source's names look like {near!r}"))
+        return found
 
     def _left_behind(self, plan: LoadPlan) -> list[Finding]:
         """What would have gone with a weight, had the rule that takes the weight been written for it as well."""

@@ -167,6 +167,7 @@ class RuleMapper:
         automatic: bool = False,
         origin: str = "",
     ) -> None:
+        self.rules = tuple(rules)
         self.automatic = automatic
         self.origin = origin
         self._own = own
@@ -187,6 +188,10 @@ class RuleMapper:
     def unused(self) -> list[str]:
         """The rules that matched nothing, once all names have been claimed."""
         return [f"{rule}{self._suffix}" for rule in self._unused.values()]
+
+    def sought(self) -> list[str]:
+        """What each of these was to match."""
+        return [_sought(rule) for rule in self._unused.values()]
 
     def left_behind(self, names: Iterable[str]) -> list[tuple[str, list[str], str | None]]:
         """What belongs to weights that a rule takes, but not by that rule: biases, scales, zero points.
@@ -270,6 +275,11 @@ class RuleMapper:
     def _does_harm(self, name: str, targets: Sequence[str]) -> bool:
         """Whether a rule leads from a name that the model has to none that it has."""
         return name in self._own and not any(target in self._own for target in targets)
+
+
+def _sought(rule: Rule) -> str:
+    pattern = rule.old if isinstance(rule, Rename) else rule.pattern if isinstance(rule, Drop) else rule.sources[0].text
+    return pattern.pattern if isinstance(pattern, re.Pattern) else pattern
 
 
 def _pattern(pattern: str | re.Pattern[str]) -> Pattern | None:

@@ -7,10 +7,12 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from weightloaders.mapping.patterns import shown
-from weightloaders.mapping.rules import Rename
+from weightloaders.mapping.rules import Rename, RuleMapper
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
+
+    from weightloaders.mapping.rules import Rule
 
 # Looking for the nearest of more names than this, or of longer ones, is slow and no help.
 _MAX_CANDIDATES = 2000
@@ -19,6 +21,8 @@ _MAX_LENGTH = 300
 _MAX_DEPTH = 50
 # Of a tail that more prefixes than this stand in front of, no prefix is the one.
 _FEW = 8
+# Rules are tried on so many names.
+_SAMPLE = 256
 
 
 def plainly_renamed(rename: Rename, name: str) -> str | None:
@@ -62,13 +66,54 @@ def _fronts(name: str) -> Iterator[tuple[str, str]]:
         yield ".".join(segments[:cut]), ".".join(segments[cut:])
 
 
-def nearest(name: str, candidates: Sequence[str]) -> str | None:
-    """The candidate most like a name, if one is alike at all."""
+def rename_before_rules(rules: Sequence[Rule], names: Sequence[str]) -> Rename | None:
+    """The one prefix that rules, of which most match none of some names, were written without or with.
+
+    Args:
+        rules: The rules.
+        names: The source's names.
+    """
+    sample = names[:: len(names) // _SAMPLE + 1]
+    fronts = Counter(prefix for name in sample for prefix, _ in _fronts(name) if prefix)
+    surplus = [Rename(prefix, "") for prefix, count in fronts.items() if count == len(sample)]
+    useless = _useless(rules, sample)
+    lacking = dict.fromkeys(pattern.split(".")[0] for pattern in useless)
+    for rename in (*surplus, *(Rename("", front) for front in lacking if front.isidentifier())):
+        renamed = [plainly_renamed(rename, name) or name for name in sample]
+        if 2 * len(_useless(rules, renamed)) < len(useless):
+            return rename
+    return None
+
+
+def as_first_step(rename: Rename) -> str:
+    """How rules have to be changed that were written for names to which this was done."""
+    if rename.new:
+        # What a rename writes, later ones don't match.
+        return f"leave {rename.new + '.'!r} out at the front of the rules' patterns"
+    return f"begin with a rename of {str(rename.old)!r} to ''"
+
+
+def _useless(rules: Sequence[Rule], names: Iterable[str]) -> list[str]:
+    """What rules that match none of some names were to match."""
+    mapper = RuleMapper(rules, ())
+    for name in names:
+        mapper.claim(name)
+    return mapper.sought()
+
+
+def nearest(name: str, candidates: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The candidate most like a name, if one is alike at all.
+
+    Args:
+        name: The name.
+        candidates: What may be meant.
+        cutoff: How alike it must be, from 0 (anything will do) to 1 (equal).
+    """
     leaf = name.rsplit(".", 1)[-1]
     # Those with the same leaf first.
     pool = [c for c in candidates if c.endswith(leaf)] or candidates
     short = [c for c in pool[:_MAX_CANDIDATES] if len(c) <= _MAX_LENGTH]
-    found = difflib.get_close_matches(name[:_MAX_LENGTH], short, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name[:_MAX_LENGTH], short, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
