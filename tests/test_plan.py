@@ -1223,6 +1223,15 @@ def test_explain_says_slices_as_they_are_written(
     assert f"  {said}\n" in plan.explain("w")
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3)])
+def test_explain_says_where_a_tensor_without_elements_comes_from(shape: tuple[int, ...]) -> None:
+    model = nn.Module()
+    model.register_buffer("empty", torch.zeros(shape))
+    model.register_buffer("full", torch.zeros(2))
+    plan = plan_load(model, {"empty": torch.zeros(shape), "full": torch.zeros(2)})
+    assert "all of it from empty" in plan.explain("empty")
+
+
 def test_explain_says_what_is_a_constant_and_what_takes_turns() -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.zeros(12, 2))

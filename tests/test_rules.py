@@ -659,6 +659,14 @@ def test_a_function_that_does_not_suit_its_tensors_is_an_error_with_their_shapes
 
 
 @pytest.mark.parametrize(
+    ("source", "stored", "targets"), [("a", "a", ["x.x", "x.x"]), ("{i}.{j}", "x.x", ["{i}.{j}", "{j}.{i}"])]
+)
+def test_a_function_that_would_fill_one_target_twice_is_an_error(source: str, stored: str, targets: list[str]) -> None:
+    found = plan(Model(x__x=(2,)), {stored: counted(2)}, Convert(source, targets, lambda a: (a, a.flip(0))))
+    assert "would fill x.x twice" in found.errors[0].message
+
+
+@pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda _: None, "returned NoneType"),

@@ -877,16 +877,20 @@ import resource, sys, torch
 from pathlib import Path
 from weightloaders.errors import SaveError
 from weightloaders.weights.info import TensorInfo
+from weightloaders.weights.raw import write_raw
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
 
 folder = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-tensors = {name: torch.ones(20_000) for name in "abc"}
+# Small ones are kept back by Python's own buffer, and meet the limit later than large ones.
+count, size = map(int, sys.argv[2:])
+tensors = {f"t{number}": torch.ones(size) for number in range(count)}
 infos = [TensorInfo(name, t.dtype, t.shape, read=lambda: t) for name, t in tensors.items()]
 for save in (
     lambda: write_safetensors(folder / "model.safetensors", infos, tensors.__getitem__),
     lambda: write_sharded(folder, infos, tensors.__getitem__, max_shard_size=200_000),
     lambda: write_sharded(folder / "new" / "deep", infos, tensors.__getitem__),
+    lambda: write_raw(folder / "raw", infos, tensors.__getitem__),
 ):
     try:
         save()
@@ -896,11 +900,13 @@ for save in (
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs resource limits")
-def test_a_full_disk_is_our_own_error_and_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "size"), [(3, 20_000), (300, 100)])
+def test_a_full_disk_is_our_own_error_and_leaves_no_trace(tmp_path: Path, count: int, size: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"the old file")
     before = snapshot(tmp_path)
-    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], check=True, capture_output=True, text=True)
-    assert done.stdout.count("untouched") == 3, done.stdout + done.stderr
+    command = [sys.executable, "-c", LIMITED, tmp_path, str(count), str(size)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.count("untouched") == 4, done.stdout + done.stderr
     assert snapshot(tmp_path) == before
 
 

@@ -131,6 +131,18 @@ def test_a_tensor_of_many_chunks_arrives_whole(tmp_path: Path, monkeypatch: pyte
     assert same(parameter, expected)
 
 
+def test_an_element_that_is_repeated_is_read_straight_to_each_of_its_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_limits(monkeypatch, small=1)
+    expected = values(3)
+    parameter = torch.zeros(3, 4)
+    placements = (placement(0, 0, 0, [(3, 1, 4), (4, 0, 1)]),)
+    moved = Transfer([CopyStep(target(parameter), (stored(tmp_path / "f", expected),), placements)]).run()
+    assert same(parameter, expected[:, None].expand(3, 4).contiguous())
+    assert set(moved.bytes_by_path) == {"straight"}
+
+
 def test_nothing_beside_the_parameter_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_limits(monkeypatch)
     memory = torch.full((300,), 7.0)

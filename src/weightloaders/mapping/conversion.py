@@ -201,6 +201,9 @@ class Convert:
             raise RuleError(f"{rule} returned {type(returned).__name__}, not a tensor or a tuple of tensors")
         if len(results) != len(targets):
             raise RuleError(f"{rule} returned {len(results)} tensors for {len(targets)} targets")
+        if len(set(targets)) < len(targets):
+            twice = next(target for at, target in enumerate(targets) if target in targets[:at])
+            raise RuleError(f"{rule} would fill {twice} twice", hint="each of its targets needs a name of its own")
         return dict(zip(targets, results, strict=True))
 
     def known_sizes(self, config: Any, rule: str) -> dict[str, Any]:

@@ -137,11 +137,13 @@ def _ranges(start: int, loops: Sequence[tuple[int, int]], shape: Sequence[int]) 
         loops: Counts and steps, largest step first.
         shape: The tensor's.
     """
+    if 0 in shape:
+        return [":"] * len(shape)
     left = list(loops)
     ranges = []
     stride = 1
     for size in reversed(shape):
-        at = start // stride % size if size else 0
+        at = start // stride % size
         count = every = 1
         if left and left[-1][1] % stride == 0 and left[-1][1] < stride * size:
             count, step = left.pop()
@@ -160,7 +162,7 @@ def _ranges(start: int, loops: Sequence[tuple[int, int]], shape: Sequence[int]) 
 
 
 def _range(at: int, count: int, every: int, size: int) -> str:
-    if count == size or size == 0:
+    if count == size:
         return ":"
     if count == 1:
         return str(at)

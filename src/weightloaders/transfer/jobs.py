@@ -200,8 +200,9 @@ def _takes_bytes(tensor: torch.Tensor) -> bool:
 
 def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Job]:
     size = extent.stored_dtype.itemsize
-    # The innermost loop is the run; a single element is a run without a loop.
-    *outer, (run, _, _) = placed.dims or ((1, 1, 1),)
+    # The innermost loop is the run, where it goes on side by side; else each element is one.
+    goes_on = bool(placed.dims) and placed.dims[-1][1:] == (1, 1)
+    *outer, (run, _, _) = placed.dims if goes_on else (*placed.dims, (1, 1, 1))
     for indices in itertools.product(*(range(count) for count, _, _ in outer)):
         steps = [(at * dim[1], at * dim[2]) for at, dim in zip(indices, outer, strict=True)]
         source = placed.source_start + sum(step for step, _ in steps)

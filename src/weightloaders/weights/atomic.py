@@ -48,6 +48,30 @@ def saving(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def new_file(file: Path, path: Path) -> Iterator[BinaryIO]:
+    """A file that is written from its beginning, and closed after the block.
+
+    Args:
+        file: The file to make.
+        path: What is being saved by it, for messages.
+
+    Raises:
+        SaveError: If it can't be made or closed.
+    """
+    with saving(path):
+        opened = file.open("xb")
+    try:
+        yield opened
+    except BaseException:
+        # Closing tries once more to write what could not be written; what it says then is no news.
+        with contextlib.suppress(OSError):
+            opened.close()
+        raise
+    with saving(path):
+        opened.close()
+
+
+@contextlib.contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of ``path`` when the block ends well; otherwise nothing has happened.
 
@@ -68,9 +92,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
             raise SaveError(f"can't save {path}: it is a folder", file=path)
         place = _beside(path)
     with _place_aside(path.parent, place, path) as aside:
-        with saving(path):
-            file = aside.open("xb")
-        with file:
+        with new_file(aside, path) as file:
             yield file
         with saving(path):
             if path.exists():

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import CheckpointFormatError, DuplicateTensorError, OptionsError, SaveError
-from weightloaders.weights.atomic import make_durable, replaced_files, saving
+from weightloaders.weights.atomic import make_durable, new_file, replaced_files, saving
 from weightloaders.weights.info import ByteOrder, Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, memory_of
 from weightloaders.weights.sniff import describe_content
@@ -253,9 +253,7 @@ class RawFolder:
 
     def write(self, stage: Path, tensors: Callable[[str], torch.Tensor]) -> None:
         """Write both into a folder, and have the disk hold them; raises as `write_raw`."""
-        with saving(self._folder):
-            file = (stage / DATA_FILE).open("xb")
-        with file:
+        with new_file(stage / DATA_FILE, self._folder) as file:
             for info in self._infos:
                 self._write_tensor(file, tensors(info.name), info)
             with saving(self._folder):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from weightloaders.errors import CheckpointFormatError, SaveError
-from weightloaders.weights.atomic import make_durable, replaced_file, replaced_files, saving
+from weightloaders.weights.atomic import make_durable, new_file, replaced_file, replaced_files, saving
 from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.info import HOST_BYTEORDER, Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, memory_of, swap_bytes
@@ -238,9 +238,7 @@ class SafetensorsFolder:
     def write(self, stage: Path, tensors: Callable[[str], torch.Tensor]) -> None:
         """Write them into a folder, and have the disk hold them; raises as `write_sharded`."""
         for name, draft in zip(self.files, self._drafts, strict=False):
-            with saving(self._folder / name):
-                file = (stage / name).open("xb")
-            with file:
+            with new_file(stage / name, self._folder / name) as file:
                 draft.write(file, tensors, self._folder / name)
         if self._index is not None:
             with saving(self._folder / _INDEX), (stage / _INDEX).open("xb") as file:
