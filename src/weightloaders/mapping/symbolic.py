@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightloaders.mapping.dtypes import may_cast
@@ -176,7 +177,9 @@ class SymbolicTensor(torch.Tensor):
     @classmethod
     def of(cls, source: int, shape: Sequence[int], dtype: torch.dtype) -> SymbolicTensor:
         """The symbol for a whole source tensor."""
-        plain = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        # Tens of thousands are made, and none of it is for whoever looks on as torch code runs.
+        with no_dispatch():
+            plain = torch.empty(tuple(shape), dtype=dtype, device="meta")
         return cls(plain, _Space([whole(source, plain.numel())], is_source=True))
 
     @property
