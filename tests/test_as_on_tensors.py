@@ -12,7 +12,8 @@ from torch import nn
 
 from weightloaders import Convert, plan_load
 from weightloaders.errors import PlanError
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable, tracing
+from weightloaders.mapping.spaces import Untraceable
+from weightloaders.mapping.symbolic import SymbolicTensor, tracing
 from weightloaders.plan import CopyStep
 
 if TYPE_CHECKING:

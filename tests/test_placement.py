@@ -11,20 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from weightloaders.mapping.placement import (
-    MAX_PLACEMENTS,
-    Constant,
-    Placement,
-    TooManyPlacements,
-    coalesce,
-    compose,
-    cover,
-    invert,
-    placement,
-    restrict,
-    row_major,
-    whole,
-)
+from weightloaders.mapping.composing import MAX_PLACEMENTS, TooManyPlacements, compose, cover, restrict
+from weightloaders.mapping.placement import Constant, Placement, coalesce, invert, placement, row_major, whole
 from weightloaders.mapping.symbolic import SymbolicTensor
 
 

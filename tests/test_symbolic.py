@@ -11,8 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from weightloaders.mapping.placement import MAX_PLACEMENTS, Constant, Placement, cover
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable, tracing
+from weightloaders.mapping.composing import MAX_PLACEMENTS, cover
+from weightloaders.mapping.placement import Constant, Placement
+from weightloaders.mapping.spaces import Untraceable
+from weightloaders.mapping.symbolic import SymbolicTensor, tracing
 
 
 def symbol(*shape: int, source: int = 0) -> SymbolicTensor:

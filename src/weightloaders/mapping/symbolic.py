@@ -15,7 +15,6 @@ import contextlib
 import functools
 import itertools
 import math
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,34 +22,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightloaders.mapping.composing import MAX_PLACEMENTS
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.placement import (
-    MAX_PLACEMENTS,
-    Constant,
-    Placement,
-    TooManyPlacements,
-    coalesce,
-    compose,
-    placement,
-    row_major,
-    whole,
-)
+from weightloaders.mapping.placement import Placement, coalesce, placement, row_major, whole
+from weightloaders.mapping.spaces import Space, Untraceable, refusals, rounded, too_many
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-
-class Untraceable(Exception):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
-    """The code does something that is not a rearrangement; the message is the operation's name."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        refusals = _refusals.get()
-        if refusals is not None:
-            refusals.append(reason)
-
-
-_refusals: ContextVar[list[str] | None] = ContextVar("weightloaders_refusals", default=None)
 
 
 @contextlib.contextmanager
@@ -63,91 +41,16 @@ def tracing() -> Iterator[None]:
     Raises:
         Untraceable: At the end, if the code met one and went on.
     """
-    token = _refusals.set([])
+    refused: list[str] = []
+    token = refusals.set(refused)
     try:
         # In inference mode, operations come here whole that torch otherwise takes apart first.
         with torch.inference_mode(mode=False), _Tracing():  # type: ignore[no-untyped-call]  # torch declares no types
             yield
-        refusals = _refusals.get()
     finally:
-        _refusals.reset(token)
-    if refusals:
-        raise Untraceable(refusals[0])
-
-
-class _Space:
-    """What a symbol is a view of.
-
-    Attributes:
-        layers: The copies that filled it. Where they overlap, the last counts.
-        is_cast: Whether elements were cast on the way here.
-        is_source: Whether it is a source, which is never written to.
-        filled: How many elements it has, where the layers fill each just once; 0 where that is not known.
-        refusals: What the code that made it was refused; it is of no use to any other code.
-    """
-
-    __slots__ = ("_overwritten", "filled", "is_cast", "is_source", "layers", "refusals")
-
-    def __init__(self, layers: list[Placement], *, is_cast: bool = False, is_source: bool = False) -> None:
-        self.layers = layers
-        self.is_cast = is_cast
-        self.is_source = is_source
-        self.filled = 0
-        self.refusals = _refusals.get()
-        self._overwritten = False
-
-    def write(self, source: SymbolicTensor, steps: Iterable[int], start: int, *, cast: bool = False) -> None:
-        """Copy a symbol to where these steps, one a dimension, lead from ``start`` on."""
-        if cast and source.space.is_cast:
-            raise Untraceable("a cast of what was cast before")
-        dims = zip(source.plain.shape, source.plain.stride(), steps, strict=True)
-        self._copy(source.space, placement(0, int(source.plain.storage_offset()), start, dims))
-        self.is_cast |= cast or source.space.is_cast
-
-    def _copy(self, other: _Space, reading: Placement) -> None:
-        if other.filled and reading.is_contiguous and reading.source_start == 0 and reading.numel == other.filled:
-            start = reading.target_start
-            found = [layer._replace(target_start=layer.target_start + start) for layer in other.layers]
-        else:
-            try:
-                found, _ = compose(other.layers, reading)
-            except TooManyPlacements:
-                raise _too_many() from None
-        self.filled = 0
-        self.layers += found
-        self._overwritten |= other.overwritten
-        if len(self.layers) > MAX_PLACEMENTS:
-            raise _too_many()
-
-    def fill(self, value: Any, view: torch.Tensor) -> None:
-        """Write one value wherever a view of this space looks."""
-        constant = _rounded(value, view.dtype)
-        dims = [(size, 0, step) for size, step in zip(view.shape, view.stride(), strict=True)]
-        self.filled = 0
-        self.layers.append(placement(constant, 0, int(view.storage_offset()), dims))
-
-    @property
-    def overwritten(self) -> bool:
-        """Whether anything that came from a source was written over."""
-        if self._overwritten or self.is_source or self.filled:
-            return self._overwritten
-        copies = [layer for layer in self.layers if isinstance(layer.source, int)]
-        if len(copies) > 1:
-            end = max(layer.target_end for layer in self.layers)
-            seen, _ = compose(self.layers, whole(0, end))
-            self._overwritten = sum(s.numel for s in seen if isinstance(s.source, int)) < sum(
-                layer.numel for layer in copies
-            )
-        return self._overwritten
-
-
-def _rounded(value: Any, dtype: torch.dtype) -> Constant:
-    """What a value is once it was written to memory of a dtype."""
-    return Constant(torch.empty((), dtype=dtype, device="cpu").fill_(value).item())
-
-
-def _too_many() -> Untraceable:
-    return Untraceable(f"more than {MAX_PLACEMENTS} separate pieces")
+        refusals.reset(token)
+    if refused:
+        raise Untraceable(refused[0])
 
 
 class SymbolicTensor(torch.Tensor):
@@ -158,14 +61,14 @@ class SymbolicTensor(torch.Tensor):
         plain: How it looks at it: a plain tensor on meta with the same sizes, strides and offset.
     """
 
-    space: _Space
+    space: Space
     plain: torch.Tensor
 
     # Torch code goes straight to `__torch_dispatch__`, below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 -- how torch's own subclasses say so
 
     @staticmethod
-    def __new__(cls, plain: torch.Tensor, space: _Space) -> SymbolicTensor:
+    def __new__(cls, plain: torch.Tensor, space: Space) -> SymbolicTensor:
         """Make a symbol that looks at a space as a plain tensor on meta does at its storage."""
         symbol: SymbolicTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 -- the only way to make one
             cls, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype, device=torch.device("cpu")
@@ -180,7 +83,7 @@ class SymbolicTensor(torch.Tensor):
         # Tens of thousands are made, and none of it is for whoever looks on as torch code runs.
         with no_dispatch():
             plain = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return cls(plain, _Space([whole(source, plain.numel())], is_source=True))
+        return cls(plain, Space([whole(source, plain.numel())], is_source=True))
 
     @property
     def is_cast(self) -> bool:
@@ -193,10 +96,10 @@ class SymbolicTensor(torch.Tensor):
         Raises:
             Untraceable: If there are too many separate pieces.
         """
-        if _refusals.get() is not None:
+        if refusals.get() is not None:
             _check_current(self)
-        result = _Space([])
-        result.write(self, row_major(self.shape), 0)
+        result = Space([])
+        result.write(self.space, self.plain, row_major(self.shape), 0)
         return coalesce(result.layers)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch declares no types
@@ -272,13 +175,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], symbols:
 
 def _check_current(symbol: SymbolicTensor) -> None:
     """Refuse what comes from the sources of another run of the code: they are not those of this one."""
-    refusals = symbol.space.refusals
-    if refusals is None or refusals is _refusals.get():
+    refused = symbol.space.refusals
+    if refused is None or refused is refusals.get():
         return
     if any(isinstance(layer.source, int) for layer in symbol.space.layers):
         reason = "a tensor kept from an earlier call, or used in another thread"
         # Whoever made it learns of it, too: in another thread nobody else would.
-        refusals.append(reason)
+        refused.append(reason)
         raise Untraceable(reason)
 
 
@@ -320,9 +223,9 @@ def _filled(result: torch.Tensor, parts: Iterable[tuple[SymbolicTensor, Sequence
         result: How it looks at it.
         parts: The symbols that fill it, each with the steps by which it goes in, and where it starts.
     """
-    space = _Space([])
+    space = Space([])
     for symbol, steps, start in parts:
-        space.write(symbol, steps, start, cast=_needs_cast(symbol.dtype, result.dtype))
+        space.write(symbol.space, symbol.plain, steps, start, cast=_needs_cast(symbol.dtype, result.dtype))
     space.layers = coalesce(space.layers)
     space.filled = result.numel()
     return SymbolicTensor(result, space)
@@ -417,7 +320,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTe
     symbol: SymbolicTensor = args[0]
     pads = args[1]
     result = func(symbol.plain, pads)
-    space = _Space([whole(_rounded(_argument(args, kwargs, 2, "value", 0), result.dtype), result.numel())])
+    space = Space([whole(rounded(_argument(args, kwargs, 2, "value", 0), result.dtype), result.numel())])
     inside, outside = symbol.plain, result
     for number, (before, behind) in enumerate(zip(pads[::2], pads[1::2], strict=True)):
         dim = symbol.dim() - 1 - number
@@ -425,7 +328,7 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTe
         kept = symbol.shape[dim] + min(before, 0) + min(behind, 0)
         inside = inside.narrow(dim, max(-before, 0), kept)
         outside = outside.narrow(dim, max(before, 0), kept)
-    space.write(SymbolicTensor(inside, symbol.space), outside.stride(), outside.storage_offset())
+    space.write(symbol.space, inside, outside.stride(), int(outside.storage_offset()))
     return SymbolicTensor(result, space)
 
 
@@ -452,7 +355,7 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symboli
     if isinstance(index, SymbolicTensor) or index.dtype != torch.int64 or index.dim() != 1 or index.is_meta:
         raise Untraceable(f"{func} by an index that is no list of numbers")
     if len(index) > MAX_PLACEMENTS:
-        raise _too_many()
+        raise too_many()
     result = torch.ops.aten.index_select.default(symbol.plain, dim, index.to("meta"))
     view, numbers = symbol.plain, index.tolist()
     size = view.shape[dim]
@@ -461,11 +364,11 @@ def _chosen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symboli
         raise IndexError(f"an index is out of range for dimension {dim} of size {size}")
     dims = [d for at, d in enumerate(zip(view.shape, view.stride(), result.stride(), strict=True)) if at != dim]
     start, step, out_step = view.storage_offset(), view.stride(dim), result.stride(dim)
-    space = _Space([], is_cast=symbol.space.is_cast)
+    space = Space([])
     for reading in coalesce(
         placement(0, start + number % size * step, at * out_step, dims) for at, number in enumerate(numbers)
     ):
-        space._copy(symbol.space, reading)  # noqa: SLF001 -- one module
+        space.copy(symbol.space, reading)
     space.layers = coalesce(space.layers)
     return SymbolicTensor(result, space)
 
@@ -476,8 +379,8 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -
     result = func(*plain_args, **{**plain_kwargs, "device": "meta"})
     if value is _GIVEN:
         value = _argument(args, kwargs, 2 if func is _aten.new_full.default else 1, "fill_value", None)
-    source = None if value is _UNWRITTEN else _rounded(value, result.dtype)
-    return SymbolicTensor(result, _Space([whole(source, math.prod(result.shape))]))
+    source = None if value is _UNWRITTEN else rounded(value, result.dtype)
+    return SymbolicTensor(result, Space([whole(source, math.prod(result.shape))]))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SymbolicTensor:
@@ -491,9 +394,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol
         raise Untraceable(f"{func} into a tensor that has one element at several places")
     if func is _aten.copy_.default:
         (source,) = _symbols(func, args[1:2])
-        spread = SymbolicTensor(source.plain.expand(symbol.shape), source.space)
+        spread = source.plain.expand(symbol.shape)
         cast = _needs_cast(source.dtype, symbol.dtype)
-        symbol.space.write(spread, symbol.plain.stride(), int(symbol.plain.storage_offset()), cast=cast)
+        symbol.space.write(source.space, spread, symbol.plain.stride(), int(symbol.plain.storage_offset()), cast=cast)
         return symbol
     value = 0 if func is _aten.zero_.default else args[1]
     if isinstance(value, torch.Tensor):

@@ -20,7 +20,8 @@ from weightloaders.errors import RuleError
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.names import Claim, Group, as_index
 from weightloaders.mapping.quantised import one_by_one, quantisation_of
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable
+from weightloaders.mapping.spaces import Untraceable
+from weightloaders.mapping.symbolic import SymbolicTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from weightloaders.errors import RuleError, WeightLoadersError
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable, tracing
+from weightloaders.mapping.spaces import Untraceable
+from weightloaders.mapping.symbolic import SymbolicTensor, tracing
 from weightloaders.plan import listed
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.mapping.placement import Constant, Placement, TooManyPlacements, cover, is_empty, whole
+from weightloaders.mapping.composing import TooManyPlacements, cover
+from weightloaders.mapping.placement import Constant, Placement, is_empty, whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from weightloaders.errors import SaveError
-from weightloaders.mapping.placement import Placement, TooManyPlacements, compose, placement, row_major
+from weightloaders.mapping.composing import TooManyPlacements, compose
+from weightloaders.mapping.placement import Placement, placement, row_major
 from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
 from weightloaders.transfer.engine import Transfer

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from weightloaders.errors import SaveError
+from weightloaders.mapping.composing import TooManyPlacements, compose, cover
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.placement import Placement, TooManyPlacements, compose, cover, invert, whole
+from weightloaders.mapping.placement import Placement, invert, whole
 from weightloaders.plan import listed
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.errors import summary
-from weightloaders.mapping.symbolic import SymbolicTensor, Untraceable, tracing
+from weightloaders.mapping.spaces import Untraceable
+from weightloaders.mapping.symbolic import SymbolicTensor, tracing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
