@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.errors import WeightLoadersError
@@ -99,7 +100,22 @@ def _settle_misfits(placing: Placing) -> None:
     findings = [finding for finding in placing.plan.findings if id(finding) not in alone]
     for misfits in by_severity.values():
         findings += taken_together(misfits, fitting, getattr(placing.targets.model, "config", None))
-    placing.plan.findings = findings
+    placing.plan.findings = _dtypes_together(findings)
+
+
+def _dtypes_together(findings: Sequence[Finding]) -> list[Finding]:
+    """Tensors of one dtype that can't become another are said once."""
+    alike: dict[Any, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        # What is said of one begins with its name.
+        key = finding.message.partition(": ")[2] if finding.kind == "dtype" else id(finding)
+        alike[key, finding.severity, finding.hint].append(finding)
+    return [same[0] if len(same) == 1 else _one_dtype(said, same) for (said, _, _), same in alike.items()]
+
+
+def _one_dtype(said: str, same: Sequence[Finding]) -> Finding:
+    message = f"{len(same)} parameters: {said}: {listed([finding.tensors[0] for finding in same])}"
+    return replace(same[0], message=message, tensors=tuple(dict.fromkeys(name for f in same for name in f.tensors)))
 
 
 # ------------------------------------------------------------------ missing

@@ -78,7 +78,7 @@ def surplus_part(placing: Placing, names: Sequence[str]) -> str | None:
         )
     own = {name.split(".")[0] for name in placing.targets.by_name}
     surplus = dict.fromkeys(name.split(".")[0] for name in names)
-    if plan.missing or not used or any(part in own or part.isdecimal() for part in surplus):
+    if plan.missing or plan.mismatched or not used or any(part in own or part.isdecimal() for part in surplus):
         return None
     policies = ", ".join(f"{part!r}: 'ignore'" for part in surplus)
     return (

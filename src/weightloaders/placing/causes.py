@@ -40,6 +40,14 @@ _WITHIN_PEFT = (
 )
 _OPTIMIZER = "these are an optimizer's states, not weights: name the file, or the part of it, that holds the model"
 _IF_CODES = f"integers and 8-bit codes are usually quantised weights: {_IF_QUANTISED}"
+_OTHER_SIZE = "the checkpoint is of a model of another size: compare its config.json with the model's"
+_PART = (
+    "either the file is one rank's part of a tensor-parallel checkpoint, or the checkpoint is of a model of another "
+    "size: compare its config.json with the model's"
+)
+_OTHER_RULE = "look at the rule: its function, its sizes and its sources; or is it a model of another size?"
+# What is advised of tensors with other sizes than the model's.
+SIZES = frozenset({_OTHER_SIZE, _PART, _OTHER_RULE})
 VOCABULARY = re.compile(r"embed|lm_head|wte|vocab|(^|\.)output\.weight$")
 # More tokens than this are another vocabulary, not one that grew.
 _ADDED = 1024
@@ -73,8 +81,17 @@ _GIVEN_AWAY = tuple(
 )
 
 
-def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[str, str]:
-    """The likely cause of a mismatch of shapes, and what to do about it."""
+def cause_of_shape(
+    target: Target, shape: tuple[int, ...], dtype: torch.dtype, *, made: bool = False
+) -> tuple[str, str]:
+    """The likely cause of a mismatch of shapes, and what to do about it.
+
+    Args:
+        target: What the model wants.
+        shape: The shape that there is.
+        dtype: Its dtype.
+        made: Whether a rule's function has made it. Then no rule can be advised that takes it by its name.
+    """
     wanted, name = target.shape, target.name
     if is_placeholder(shape, wanted):
         return " (a placeholder)", (
@@ -83,8 +100,18 @@ def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -
         )
     if not may_cast(dtype, target.dtype):
         return f" in {dtype}", _codes_hint(dtype, target)
-    if len(shape) == len(wanted) == 2 and shape == wanted[::-1]:
-        return " (it looks transposed)", f"load with rules=[Convert({name!r}, {name!r}, 'transpose')]"
+    if is_transposed(shape, wanted):
+        return " (it looks transposed)", (
+            "let the rule's function transpose what it makes; of the ready-made ones some take transposed=True"
+            if made
+            else f"load with rules=[Convert({name!r}, {name!r}, 'transpose')]"
+        )
+    if made:
+        return "", _OTHER_RULE
+    if sorted(shape) == sorted(wanted):
+        return " (the same sizes in another order)", (
+            "if only its dimensions are in another order, load with a Convert whose function permutes them"
+        )
     if math.prod(shape) == math.prod(wanted):
         return " (as many elements)", (
             f"if they only lie in another shape, load with rules=[Convert({name!r}, {name!r}, 'reshape', "
@@ -99,11 +126,13 @@ def cause_of_shape(target: Target, shape: tuple[int, ...], dtype: torch.dtype) -
             [name], have, want
         )
     if have and want % have == 0 and want // have in (2, 4, 8, 16, 32):
-        return f" (1/{want // have} of it)", (
-            "either the file is one rank's part of a tensor-parallel checkpoint, or the checkpoint is of a model of "
-            "another size: compare its config.json with the model's"
-        )
-    return "", "the checkpoint is of a model of another size: compare its config.json with the model's"
+        return f" (1/{want // have} of it)", _PART
+    return "", _OTHER_SIZE
+
+
+def is_transposed(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes differ in that the last two sizes are exchanged."""
+    return len(wanted) > 1 and (*shape[:-2], *shape[:-3:-1]) == tuple(wanted) != tuple(shape)
 
 
 def vocabulary_remark(have: int, want: int) -> str:

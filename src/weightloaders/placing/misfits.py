@@ -6,7 +6,14 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightloaders.placing.causes import VOCABULARY, is_placeholder, vocabulary_hint, vocabulary_remark
+from weightloaders.placing.causes import (
+    SIZES,
+    VOCABULARY,
+    is_placeholder,
+    is_transposed,
+    vocabulary_hint,
+    vocabulary_remark,
+)
 from weightloaders.placing.sizes import Sizes, differences
 from weightloaders.plan import Finding, listed
 
@@ -29,11 +36,13 @@ class Misfit(NamedTuple):
         target: The parameter.
         shape: The shape that the tensor has, or what rules make of tensors.
         finding: What was said of it alone.
+        made: Whether a rule's function has made it.
     """
 
     target: Target
     shape: tuple[int, ...]
     finding: Finding
+    made: bool = False
 
     @property
     def said(self) -> str:
@@ -46,6 +55,11 @@ class Misfit(NamedTuple):
         if len(self.shape) != len(self.target.shape):
             return []
         return [at for at, (a, b) in enumerate(zip(self.shape, self.target.shape, strict=True)) if a != b]
+
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """The sizes that differ, and what they should be."""
+        return frozenset((self.shape[at], self.target.shape[at]) for at in self.differing)
 
 
 class _Case(NamedTuple):
@@ -86,7 +100,7 @@ def taken_together(misfits: Sequence[Misfit], fitting: Iterable[Target], config:
             sizes.vote(misfit.target.name, misfit.shape, misfit.target.shape)
     found: list[Finding] = []
     left = list(misfits)
-    for find in (_placeholders, _divided, _vocabularies, _other_size, _transposed):
+    for find in (_placeholders, _divided, _vocabularies, _other_size, _transposed, _one_size):
         for together, message, hint in list(find(_Case(left, sizes, config))):
             names = dict.fromkeys(name for misfit in together for name in misfit.finding.tensors)
             first = together[0].finding
@@ -161,10 +175,9 @@ def _ratio(misfit: Misfit) -> tuple[int, bool] | None:
 
 
 def _vocabularies(case: _Case) -> Iterator[_Together]:
-    by_sizes: dict[tuple[int, int], list[Misfit]] = defaultdict(list)
-    for m in filter(_is_vocabulary, case.misfits):
-        by_sizes[m.shape[0], m.target.shape[0]].append(m)
-    for (have, want), together in by_sizes.items():
+    for have, want in dict.fromkeys((m.shape[0], m.target.shape[0]) for m in filter(_is_vocabulary, case.misfits)):
+        # Of an embedding and a head only one may have a name by which it is known.
+        together = [m for m in case.misfits if m.differing == [0] and m.pairs == {(have, want)}]
         if len(together) > 1:
             message = (
                 f"the vocabularies of {have} tokens in the source and {want} in the model differ: "
@@ -205,7 +218,7 @@ def _kinds(misfits: Iterable[Misfit]) -> str:
 
 
 def _transposed(case: _Case) -> Iterator[_Together]:
-    together = [m for m in case.misfits if len(m.shape) == 2 and m.shape == m.target.shape[::-1]]
+    together = [m for m in case.misfits if not m.made and is_transposed(m.shape, m.target.shape)]
     if len(together) > 1:
         patterns = dict.fromkeys(_NUMBER.sub("*", m.target.name) for m in together)
         rules = ", ".join(f"Convert({pattern!r}, {pattern!r}, 'transpose')" for pattern in patterns)
@@ -215,3 +228,15 @@ def _transposed(case: _Case) -> Iterator[_Together]:
             f"load with rules=[{rules}]; square matrices of the same kind have to be transposed too, though their "
             "shapes don't show it",
         )
+
+
+def _one_size(case: _Case) -> Iterator[_Together]:
+    """Of a model of one's own no size is known by its name, but that it is the same one everywhere can be seen."""
+    alike: dict[tuple[frozenset[tuple[int, int]], str | None], list[Misfit]] = defaultdict(list)
+    for m in case.misfits:
+        alike[m.pairs, m.finding.hint].append(m)
+    for (pairs, hint), together in alike.items():
+        if hint in SIZES and len(pairs) == 1 and len({_NUMBER.sub("*", m.said) for m in together}) > 1:
+            ((have, want),) = pairs
+            message = f"{len(together)} parameters want {want} where the source has {have}: {_kinds(together)}"
+            yield _Together(together, message, str(hint))

@@ -172,7 +172,7 @@ class Placing:
         shape, wanted = tuple(shape), target.shape
         # A scalar in a file and a parameter of one element are the same thing.
         if shape != wanted and {shape, wanted} != {(), (1,)}:
-            kind, (cause, hint) = "shape", cause_of_shape(target, shape, dtype)
+            kind, (cause, hint) = "shape", cause_of_shape(target, shape, dtype, made=bool(rule))
             message = f"{target.name}: the source has {list(shape)}{of}, the model wants {list(wanted)}{cause}"
         elif not may_cast(dtype, target.dtype):
             kind, (cause, hint) = "dtype", cause_of_dtype(dtype, target)
@@ -189,7 +189,7 @@ class Placing:
         finding = Finding(kind, severity, message, tuple(about), file_of(infos[0]), hint)
         self.plan.findings.append(finding)
         if kind == "shape":
-            self.misfits.append(Misfit(target, shape, finding))
+            self.misfits.append(Misfit(target, shape, finding, made=bool(rule)))
         return False
 
     def _note_cast(self, target: Target, dtype: torch.dtype, info: TensorInfo) -> None:
