@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from weightloaders.errors import ModelError
+from weightloaders.mapping.placement import may_overlap
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -172,24 +173,13 @@ def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:
             tensor=name,
             hint="make it dense, load, and convert it then",
         )
-    if _has_memory(tensor) and _overlaps_itself(tensor):
+    if _has_memory(tensor) and may_overlap(tensor.shape, tensor.stride()):
         raise ModelError(
             f"{name!r} of shape {list(tensor.shape)} and strides {list(tensor.stride())} has several elements in one "
             "place in memory, so not all of them can be filled",
             tensor=name,
             hint="give it memory of its own: .contiguous() or .clone()",
         )
-
-
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            # All that the smaller steps reach has to lie before the next of the larger ones.
-            if stride <= reach:
-                return True
-            reach += (size - 1) * stride
-    return False
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -144,6 +144,18 @@ def row_major(shape: Sequence[int]) -> list[int]:
     return steps
 
 
+def may_overlap(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether one address may be that of several elements; true of some odd steps of which it isn't."""
+    reach = 0
+    for step, size in sorted(zip(steps, sizes, strict=True)):
+        if size > 1:
+            # All that the smaller steps reach has to lie before the next of the larger ones.
+            if step <= reach:
+                return True
+            reach += (size - 1) * step
+    return False
+
+
 def invert(placed: Placement, target: int = 0) -> Placement:
     """The copy back, from target to source; what was read several times is written back from where it was first put.
 

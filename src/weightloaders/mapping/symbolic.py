@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightloaders.mapping.composing import MAX_PLACEMENTS
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.placement import Placement, coalesce, placement, row_major, whole
+from weightloaders.mapping.placement import Placement, coalesce, may_overlap, placement, row_major, whole
 from weightloaders.mapping.spaces import Space, Untraceable, refusals, rounded, too_many
 
 if TYPE_CHECKING:
@@ -390,7 +390,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol
         raise Untraceable(f"{func} into a tensor that does not come from the source")
     if symbol.space.is_source:
         raise Untraceable(f"{func} into what it was given")
-    if _may_overlap(symbol.plain):
+    if symbol.numel() and may_overlap(symbol.plain.shape, symbol.plain.stride()):
         raise Untraceable(f"{func} into a tensor that has one element at several places")
     if func is _aten.copy_.default:
         (source,) = _symbols(func, args[1:2])
@@ -405,16 +405,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol
         value = value.item()
     symbol.space.fill(value, symbol.plain)
     return symbol
-
-
-def _may_overlap(view: torch.Tensor) -> bool:
-    """Whether one address may be that of several elements; true of some odd views of which it isn't."""
-    reach = 0
-    for step, size in sorted((step, size) for step, size in zip(view.stride(), view.shape, strict=True) if size > 1):
-        if step <= reach:
-            return view.numel() > 0
-        reach += step * (size - 1)
-    return False
 
 
 _aten = torch.ops.aten
