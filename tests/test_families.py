@@ -209,10 +209,19 @@ def test_the_comparison_sees_a_bit_a_buffer_a_tie_and_a_config() -> None:
     assert list(different(build("llama tied").to(torch.bfloat16), expected)) != []
 
 
+# In parts, which can run side by side.
+PARTS = 18
+
+
+def test_nearly_all_classes_of_transformers_are_looked_at() -> None:
+    assert len(classes()) > 300
+
+
 @pytest.mark.slow
-def test_every_class_of_transformers_that_can_be_built_loads_to_the_bit() -> None:
-    results = {result.name: result for result in sweep(list(classes()))}
-    assert results.keys() == classes().keys()
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_class_of_transformers_that_can_be_built_loads_to_the_bit(part: int) -> None:
+    results = {result.name: result for result in sweep(list(classes())[part::PARTS], workers=1)}
+    assert list(results) == list(classes())[part::PARTS]
     not_built = {name: result.reason for name, result in results.items() if result.status == "not built"}
     assert not_built.keys() <= NEED_MORE_PACKAGES, not_built
     assert all(reason.startswith("ImportError") for reason in not_built.values()), not_built
@@ -220,16 +229,16 @@ def test_every_class_of_transformers_that_can_be_built_loads_to_the_bit() -> Non
     assert theirs <= FAULTS_OF_TRANSFORMERS
     others = {name: result for name, result in results.items() if name not in {*not_built, *theirs}}
     assert {name: result.reason for name, result in others.items() if result.status != "equal"} == {}
-    assert len(others) > 300
     assert {name: result.computed for name, result in others.items() if result.computed} == {}
 
 
 @pytest.mark.slow
-def test_every_default_model_of_transformers_plans_from_headers_alone() -> None:
-    results = list(sweep(list(classes()), whole=True))
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_default_model_of_transformers_plans_from_headers_alone(part: int) -> None:
+    results = list(sweep(list(classes())[part::PARTS], workers=1, whole=True))
     assert {r.name: r.reason for r in results if r.status not in ("equal", "not built")} == {}
     assert {r.name for r in results if r.status == "not built"} <= NEED_MORE_PACKAGES
-    assert sum(r.tensors for r in results) > 500_000
+    assert sum(r.tensors for r in results) > 10_000
 
 
 # ------------------------------------------------------------------ experts
