@@ -529,6 +529,35 @@ def test_codes_in_the_place_of_numbers_are_said_once() -> None:
     assert found.tensors == ("k.weight", "q.weight")
 
 
+def test_a_misspelt_target_of_a_rule_is_said_where_the_parameter_is_missing() -> None:
+    source = counted({"q": (2, 2), "k": (2, 2), "v": (2, 2), "norm": (2,)})
+    rule = Convert(["q", "k", "v"], "qkv.weight", "fuse_qkv")
+    plan = plan_load(model_of({"qkv_proj.weight": (6, 2), "norm": (2,)}), source, rules=[rule])
+    assert "(did you mean 'qkv_proj.weight'?)" in str(plan.errors[0].hint)
+
+
+def test_no_tensor_of_another_shape_is_offered_for_one_that_is_missing() -> None:
+    plan = plan_of(model_of({"a.qkv_proj": (6, 2), "n": (2,)}), counted({"a.v_proj": (2, 2), "n": (2,)}))
+    assert "v_proj' is what" not in str(plan.errors[0].hint)
+    plan = plan_of(model_of({"a.v_projs": (2, 2), "n": (2,)}), counted({"a.v_proj": (2, 2), "n": (2,)}))
+    assert "if 'a.v_proj' is what the model calls 'a.v_projs'" in str(plan.errors[0].hint)
+
+
+def test_the_policy_that_is_advised_covers_all_of_a_module_that_is_missing() -> None:
+    shapes: Shapes = {"layers.0.mlp.a": (2,), "layers.0.mlp.b": (2,), "layers.0.n": (2,)}
+    plan = plan_of(model_of(shapes), counted({"layers.0.n": (2,)}))
+    policy = re.search(r"on_missing=(\{.*?\})", str(plan.errors[0].hint))
+    assert policy is not None
+    assert plan_load(model_of(shapes), counted({"layers.0.n": (2,)}), on_missing=eval(policy[1])).ok
+
+
+def test_a_part_that_is_there_twice_is_not_looked_for_elsewhere() -> None:
+    experts = {name: torch.ones(2) for name in ("e.0", "e.1", "e.01")}
+    (found,) = plan_load(model_of({"w": (2, 2)}), experts, rules=[Convert("e.{i}", "w", "stack_experts")]).errors
+    assert "comes twice" in found.message
+    assert "drop rule" in str(found.hint)
+
+
 @pytest.mark.parametrize(
     ("have", "want", "remark"),
     [

@@ -323,6 +323,13 @@ def test_plan_explains_one_parameter(folder):
     assert ".safetensors, bytes" in explained
     assert "nothing named 'nope'" in run("plan", folder, "--explain", "nope", status=1).stderr
     assert "did you mean 'model.norm.weight'" in run("plan", folder, "--explain", "model.nrom.weight", status=1).stderr
+    hint = run("plan", folder, "--explain", "q_proj", status=1).stderr
+    assert "did you mean 'model.layers.0.self_attn.q_proj.weight'? It is in 1 more names." in hint
+
+
+def test_an_adapters_folder_is_called_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "holds an adapter" in run("plan", tmp_path, status=1).stderr
 
 
 @pytest.mark.parametrize("quiet", [[], ["--quiet"]])

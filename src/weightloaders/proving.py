@@ -43,6 +43,8 @@ def proved(
         PlanError: If model or source are not what they were, or a step is not what it must be. Nothing was read.
         RuleError: If the plan would run a function that is unknown, or that nobody trusts.
     """
+    if not isinstance(plan, LoadPlan):
+        raise PlanError(f"plan= takes a LoadPlan, not {type(plan).__name__}", hint="LoadPlan.from_json(text) reads one")
     _check_same_model(plan, targets)
     _check_same_source(plan, catalogue)
     maker = FunctionMaker(targets.model, targets.by_name, trust)
@@ -66,7 +68,8 @@ def _check_same_model(plan: LoadPlan, targets: Targets) -> None:
     for name in [*plan.targets, *own]:
         then, now = plan.targets.get(name), own.get(name)
         if then is None or now is None:
-            raise _refused(f"the model {'has' if then is None else 'does not have'} {name!r}, other than then", name)
+            what = f"the model {f'has a new {name!r}' if then is None else f'has no {name!r} any more'}"
+            raise _refused(what, name)
         for what, before, after in (
             ("shape", list(then.shape), list(now.shape)),
             ("dtype", then.dtype, now.dtype),
@@ -90,7 +93,8 @@ def _check_same_source(plan: LoadPlan, catalogue: Sequence[TensorInfo]) -> None:
         for name in [*before, *after]:
             tensor, file = (name, None) if kind == "tensor" else (None, now.root + name)
             if name not in after:
-                raise _refused(f"the source has no {kind} {name!r} any more", tensor, file)
+                there = f"; it has {next(iter(after))!r}" if len(before) == len(after) == 1 else ""
+                raise _refused(f"the source has no {kind} {name!r} any more{there}", tensor, file)
             if name not in before:
                 raise _refused(f"the source has a new {kind}, {name!r}", tensor, file)
     sizes = {file.name: file.size for file in then.files}

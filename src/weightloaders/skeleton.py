@@ -11,6 +11,7 @@ import copy
 import logging
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
 
     from torch import nn
 
@@ -155,6 +155,12 @@ def _files_or_explain(source: str, hub_options: Mapping[str, Any] | None) -> Pat
         return model_files(source, hub_options, needed="config.json")
     except SourceNotFoundError as error:
         where = shown(source)
+        if (Path(source) / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{where} holds an adapter (LoRA or the like), which is no model by itself",
+                file=where,
+                hint="merge it into its base model (peft: merge_and_unload()), save that and load it",
+            ) from error
         raise ModelError(f"there is no config in {where}: {error.message}", file=where, hint=_NO_CONFIG) from error
 
 

@@ -151,5 +151,5 @@ def explained(error: Exception, repository: Repository) -> SourceError:
     return SourceReadError(
         f"can't get {name} from {hub} ({detail})",
         file=name,
-        hint="check the network, and HF_ENDPOINT if a mirror is used",
+        hint=f"check the network, and HF_ENDPOINT if a mirror is used; a folder on disk is given as ./{name}",
     )

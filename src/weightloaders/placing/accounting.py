@@ -12,6 +12,7 @@ from weightloaders.mapping.dtypes import narrows
 from weightloaders.placing import overlaps
 from weightloaders.placing.advice import absent_part, mapping_hint, surplus_part
 from weightloaders.placing.causes import cause_of_unexpected, packed_remark
+from weightloaders.placing.groups import ABSENT
 from weightloaders.placing.misfits import taken_together
 from weightloaders.plan import Finding, Severity, listed, merged, step_infos, step_targets
 
@@ -61,7 +62,7 @@ def _settle_handed(placing: Placing) -> None:
                 "incomplete", severity,
                 f"of the parts of {name}, {listed(absent)} is missing; there is {listed(list(handed.values()))}",
                 (name, *handed.values()),
-                hint="look for the missing part under another name, or in a shard that is absent",
+                hint=ABSENT,
             )
         )  # fmt: skip
         placing.plan.missing.append(name)
@@ -201,21 +202,29 @@ def _missing_finding(
     placing: Placing, severity: Severity, names: list[str], infos: Mapping[str, TensorInfo]
 ) -> Finding:
     plan, everything = placing.plan, placing.targets.by_name
+    groups = suggest.grouped(names, everything)
     message = (
         f"{len(names)} of {len(everything)} parameters {'is' if len(names) == 1 else 'are'} not in the source: "
-        f"{listed(suggest.grouped(names, everything))}"
+        f"{listed(groups)}"
     )
     given_away = cause_of_unexpected(plan.unexpected)
     if given_away is not None:
         given_away = packed_remark(names[0], plan.unexpected) + given_away
-    hint = given_away or mapping_hint(placing, plan.unexpected, names, infos) or absent_part(placing, names)
+    futile = next(iter(placing.futile.values()), "")
+    hint = given_away or mapping_hint(placing, plan.unexpected, names, infos)
+    if hint is None and not futile:
+        hint = absent_part(placing, names)
     if hint is None:
-        hint = "the checkpoint is incomplete: fetch or export it again" if placing.filled else ""
-        near = suggest.nearest(names[0], plan.unexpected)
+        hint = futile
+        if placing.filled:
+            hint += f"{'; or ' if hint else ''}the checkpoint is incomplete: fetch or export it again"
+        shape = everything[names[0]].shape
+        near = suggest.nearest(names[0], [name for name in plan.unexpected if infos[name].shape == shape])
         if near is not None:
             hint += f"{'; or ' if hint else ''}if {near!r} is what the model calls {names[0]!r}, rename it with a rule"
         if placing.filled:
-            hint += f"; or have it initialised instead: on_missing={{{names[0]!r}: 'warn'}}"
+            part = groups[0].partition(".* (")[0] if len(groups) == 1 else names[0]
+            hint += f"; or have it initialised instead: on_missing={{{part!r}: 'warn'}}"
     return Finding(
         "missing",
         severity,

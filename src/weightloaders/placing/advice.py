@@ -44,12 +44,13 @@ def absent_part(placing: Placing, names: Sequence[str]) -> str | None:
     numbers = layers_short(names, placing.fillers.values())
     if numbers is not None:
         return (
-            f"the source has {numbers[0]} layers, the model {numbers[1]}: build it with the checkpoint's own config "
+            f"the source has {_layers(numbers[0])}, the model {numbers[1]}: build it with the checkpoint's own config "
             f"({_field(config, 'num_hidden_layers', numbers[1])}={numbers[0]}), or fetch the rest of the checkpoint"
         )
     absent = dict.fromkeys(name.split(".")[0] for name in names)
     present = dict.fromkeys(name.split(".")[0] for name in placing.fillers.values())
-    if 2 * len(names) > len(placing.targets.by_name) or any(part in present or part.isdecimal() for part in absent):
+    there = present.keys() | {name.split(".")[0] for name in placing.plan.unexpected}
+    if 2 * len(names) > len(placing.targets.by_name) or any(part in there or part.isdecimal() for part in absent):
         return None
     policies = ", ".join(f"{part!r}: 'warn'" for part in absent)
     tie = (
@@ -73,8 +74,8 @@ def surplus_part(placing: Placing, names: Sequence[str]) -> str | None:
     if numbers is not None:
         config = getattr(placing.targets.model, "config", None)
         return (
-            f"the source has {numbers[1]} layers, the model {numbers[0]}: unless that is what you want, build it with "
-            f"{_field(config, 'num_hidden_layers', numbers[0])}={numbers[1]}"
+            f"the source has {_layers(numbers[1])}, the model {numbers[0]}: unless that is what you want, build it "
+            f"with {_field(config, 'num_hidden_layers', numbers[0])}={numbers[1]}"
         )
     own = {name.split(".")[0] for name in placing.targets.by_name}
     surplus = dict.fromkeys(name.split(".")[0] for name in names)
@@ -85,6 +86,10 @@ def surplus_part(placing: Placing, names: Sequence[str]) -> str | None:
         f"the source is of a model that has {listed(list(surplus))} besides, and all of this one is in it: build that "
         f"model if you need it, or say that you don't: on_unexpected={{{policies}}}"
     )
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer{'' if number == 1 else 's'}"
 
 
 def _field(config: Any, field: str, value: int) -> str:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
 
+ABSENT = "look for the missing part under another name (is a pattern misspelt?), or in a shard that is absent"
+_SURPLUS = "leave all but one out by a drop rule"
+
 
 @dataclass(slots=True)
 class GroupState:
@@ -79,6 +82,14 @@ class GroupState:
             return f"the parts of {title} don't pair: {absent}; there are {there}"
         return None
 
+    @property
+    def has_surplus(self) -> bool:
+        """Whether several tensors take one place."""
+        return any(
+            len(members) > (len({index for index, _ in members}) if is_list else 1)
+            for is_list, members in zip(self.group.lists, self.members, strict=True)
+        )
+
     def arguments(self) -> list[TensorInfo | tuple[TensorInfo, ...]]:
         """What the function gets: one source a slot, or a tuple of them in index order."""
         return [
@@ -104,7 +115,15 @@ def _index_fault(members: Sequence[tuple[int | None, TensorInfo]]) -> str | None
 
 
 class Incomplete(Exception):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
-    """Parts of a group are missing, or there are too many; the message says which."""
+    """Parts of a group are missing, or there are too many; the message says which.
+
+    Attributes:
+        hint: What to do about it.
+    """
+
+    def __init__(self, message: str, hint: str = ABSENT) -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 class Outcome(NamedTuple):
@@ -136,7 +155,7 @@ def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     """
     problem, absence = state.problem(), state.absence()
     if problem is not None:
-        raise Incomplete(problem)
+        raise Incomplete(problem, _SURPLUS if state.has_surplus else ABSENT)
     try:
         outcome = _run_without_values(state, targets)
     except RuleError as error:
@@ -178,7 +197,7 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
         shapes = [f"{list(info.shape)} {info.dtype}" for info in state.infos]
         raise RuleError(
             f"{state.group.rule} can't be applied to tensors of shapes {listed(shapes)}: {error}",
-            hint="check the rule's sizes against the model's config",
+            hint="check what the function does with such tensors, and the rule's sizes against the model's config",
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import WeightLoadersError
+from weightloaders.mapping import suggest
 from weightloaders.mapping.dtypes import is_codes, may_cast
 from weightloaders.placing.accounting import settle
 from weightloaders.placing.causes import cause_of_dtype, cause_of_shape, is_placeholder
@@ -207,8 +208,11 @@ class Placing:
         known = [name for name in state.group.targets if name in self.targets.by_name]
         if not known:
             result = state.group.targets[0] if state.group.targets else ""
+            # Looking for it takes time, and layers are alike.
+            near = suggest.nearest(result, list(self.targets.by_name)) if not self.futile else None
+            meant = "" if near is None else f" (did you mean {near!r}?)"
             for info in members:
-                futile = f"{state.group.rule} would make {result!r} of it, which the model does not have"
+                futile = f"{state.group.rule} would make {result!r} of it, which the model does not have{meant}"
                 self._unwanted(info.name, result, futile)
             return
         about = tuple(dict.fromkeys((*known, *(info.name for info in members))))
@@ -220,7 +224,7 @@ class Placing:
                 for info in members:
                     self._unwanted(info.name, known[0], str(problem))
             else:
-                self._incomplete(known, str(problem), members, about)
+                self._incomplete(known, problem, members, about)
         except WeightLoadersError as error:
             message = f"{known[0]}: {error.message}"
             self.plan.findings.append(Finding("rule", "error", message, about, file_of(members[0]), error.hint))
@@ -229,14 +233,14 @@ class Placing:
             self.plan.steps.extend(self._steps_of(state, outcome))
 
     def _incomplete(
-        self, known: Sequence[str], problem: str, members: Sequence[TensorInfo], about: tuple[str, ...]
+        self, known: Sequence[str], problem: Incomplete, members: Sequence[TensorInfo], about: tuple[str, ...]
     ) -> None:
         severities = {self.policies.missing(name) for name in known}
         severity = next(s for s in ("error", "warning", "info") if s in severities)
         self.plan.findings.append(
             Finding(
-                "incomplete", severity, problem, about, next(filter(None, map(file_of, members)), None),
-                "look for the missing part under another name, or in a shard that is absent",
+                "incomplete", severity, str(problem), about, next(filter(None, map(file_of, members)), None),
+                problem.hint,
             )
         )  # fmt: skip
         self.plan.missing.extend(known)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
 
+_UNFILLED = "not filled from the source: it keeps the value that it has, or is initialised"
+
 
 @dataclass(slots=True)
 class LoadPlan:
@@ -160,15 +162,19 @@ class LoadPlan:
             for names, what in (
                 (self.dropped, "dropped by a rule"),
                 (self.ignored, "ignored: computed, equal to another, or left out by the model's own word"),
-                (self.unfilled, "not filled from the source: it keeps the value that it has, or is initialised"),
+                (self.unfilled, _UNFILLED if self.ok else "not filled from the source"),
             )
             if name in names
         ]
         if lines:
             return "\n".join(dict.fromkeys(lines))
-        near = difflib.get_close_matches(name, [*self.loaded, *self.tied, *self.missing, *self.unexpected], n=1)
+        names = [*self.loaded, *self.tied, *self.missing, *self.unexpected]
+        near = [other for other in names if f".{name}." in f".{other}."] or difflib.get_close_matches(name, names, n=1)
+        more = f" It is in {len(near) - 1} more names." if len(near) > 1 else ""
         raise UnknownTensorError(
-            f"the plan has nothing named {name!r}", tensor=name, hint=f"did you mean {near[0]!r}?" if near else None
+            f"the plan has nothing named {name!r}",
+            tensor=name,
+            hint=f"did you mean {near[0]!r}?{more}" if near else None,
         )
 
     def _fillings(self, name: str) -> list[str]:
@@ -214,7 +220,7 @@ class LoadPlan:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.loaded)} parameters from {self.bytes_to_read:,} bytes"
+            f"{len(self.loaded)} parameter{'' if len(self.loaded) == 1 else 's'} from {self.bytes_to_read:,} bytes"
             + (f", decided by {', '.join(self.decided_by)}" if self.decided_by else ""),
             *(
                 f"{label}: {len(names)} ({listed(list(names))})"

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from weightloaders.saving.gathering import Fetch
     from weightloaders.saving.inverting import Written
 
+_INCOMPLETE = "is a pattern misspelt? else leave the rest out by a drop rule"
+
 
 def arrange(infos: Sequence[TensorInfo], rules: Sequence[Rule], config: Any = None) -> LoadPlan:
     """What rules make of a catalogue, without a model that would want anything of it.
@@ -74,7 +76,7 @@ def _steps_of(state: GroupState) -> Iterator[Step]:
     try:
         outcome = outcome_of(state, {})
     except Incomplete as problem:
-        raise RuleError(str(problem), tensor=infos[0].name, hint="leave the rest out by a drop rule") from problem
+        raise RuleError(str(problem), tensor=infos[0].name, hint=_INCOMPLETE) from problem
     except WeightLoadersError as error:
         error.tensor = error.tensor or infos[0].name
         raise
