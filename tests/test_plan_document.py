@@ -671,3 +671,15 @@ def test_constants_that_are_no_numbers_come_back() -> None:
         assert isinstance(plan.steps[0], CopyStep)
         plan_load(model, held, plan=LoadPlan.from_json(plan.to_json())).run(model)
         assert torch.equal(model.w.data.nan_to_num(7), torch.tensor([1, 1, value, value]).nan_to_num(7))
+
+
+def test_complex_constants_are_computed_for_a_document_has_no_word_for_them() -> None:
+    model = nn.Module()
+    model.register_buffer("w", torch.zeros(4, dtype=torch.complex64))
+    held = {"w": torch.ones(2, dtype=torch.complex64)}
+    plan = plan_load(model, held, rules=[Convert("w", "w", lambda w: torch.cat([w, w.new_full((2,), 1 - 2j)]))])
+    with pytest.raises(RuleError, match="no name"):
+        plan.to_json()
+    assert LoadPlan.from_json(plan.to_json(runnable=False)).ok
+    plan.run(model)
+    assert model.w.tolist() == [1, 1, 1 - 2j, 1 - 2j]

@@ -474,6 +474,19 @@ def test_codes_and_scales_that_do_not_match_are_told_before_anything_is_touched(
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+def test_scales_that_codes_cannot_be_multiplied_by_are_told_with_their_shapes(changed: Callable[..., Path]) -> None:
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[UP] = tensors[UP].to(torch.float8_e4m3fn)
+        tensors[f"{UP}_scale_inv"] = torch.ones(7)
+
+    path = changed("plain deepseek", quantise, quantization_config={**FP8, "weight_block_size": None})
+    with pytest.raises(PlanError) as refused:
+        from_pretrained(path, quantization_config={"dequantize": True}, progress=False)
+    # What is absent besides, the scale of activations, is not why.
+    assert "and without it" in str(refused.value)
+    assert "[7] torch.float32" in str(refused.value)
+
+
 def test_a_scale_of_activations_is_no_weight(changed: Callable[..., Path]) -> None:
     def lose(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.layers.0.mlp.up_proj.activation_scale"] = torch.ones(())

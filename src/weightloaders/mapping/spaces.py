@@ -106,7 +106,13 @@ class Space:
 
 
 def rounded(value: Any, dtype: torch.dtype) -> Constant:
-    """What a value is once it was written to memory of a dtype."""
+    """What a value is once it was written to memory of a dtype.
+
+    Raises:
+        Untraceable: If that is a complex number, which a plan can't say.
+    """
+    if dtype.is_complex:
+        raise Untraceable("a complex constant")
     return Constant(torch.empty((), dtype=dtype, device="cpu").fill_(value).item())
 
 

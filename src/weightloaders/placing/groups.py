@@ -160,7 +160,7 @@ def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
         outcome = _run_without_values(state, targets)
     except RuleError as error:
         if absence is not None:
-            raise Incomplete(absence) from error
+            raise Incomplete(f"{absence}; and without it, {error.message}") from error
         raise
     results = {name: result for name, result in outcome.results.items() if result is not None and name in targets}
     if absence is not None and any(tuple(r.shape) != targets[name].shape for name, r in results.items()):
