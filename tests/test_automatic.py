@@ -357,6 +357,14 @@ def test_it_can_be_switched_off_in_a_config_file_and_on_the_command_line(tmp_pat
         LLMConfig(model="m", automatic="no")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("twin", ["model.parametrizations.weight.original0", "model.module.weight_g"])
+def test_a_stream_with_a_parameter_in_two_spellings_below_a_prefix_is_refused_as_a_catalogue_is(twin: str) -> None:
+    stored = tensors_of(["model.w", "model.weight_g", twin])
+    for source in (stored, iter(stored.items()), reversed(stored.items())):
+        with pytest.raises(WeightLoadersError):
+            load_into(model_of(["w", "weight_g"]), source, progress=False)
+
+
 # ------------------------------------------------------------------ and the caller's rules
 
 HUB = ("model.embed.w", "model.layers.0.a.w", "model.layers.0.b.w", "model.layers.1.a.w", "model.layers.1.b.w")

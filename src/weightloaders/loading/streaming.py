@@ -37,7 +37,7 @@ from weightloaders.loading.preparing import (
 from weightloaders.loading.status import Mark, marking
 from weightloaders.loading.watching import settle
 from weightloaders.mapping import transformers as hf
-from weightloaders.mapping.automatic import Applied, FirstFitMapper, rivals
+from weightloaders.mapping.automatic import Applied, FirstFitMapper, rivals, twins
 from weightloaders.mapping.names import claim_name
 from weightloaders.placing import GroupState, Placing
 from weightloaders.plan import Finding, LoadPlan, listed
@@ -296,10 +296,13 @@ class _Loading:
             return
         rename, names = next(iter(taken.items()))
         candidates = [*taken, *rivals(rename, names, plan.unexpected)]
-        if len(candidates) == 1 and not plan.missing:
+        twice = twins(names, plan.unexpected)
+        if len(candidates) == 1 and not plan.missing and not twice:
             return
         rules = " or ".join(f"rules=[Rename({rename.old!r}, {rename.new!r})]" for rename in candidates)
-        how = f"{rename}, but not all of it" if len(candidates) == 1 else "several prefixes, of which one is right"
+        how = "several prefixes, of which one is right"
+        if len(candidates) == 1:
+            how = f"{rename}, but " + (f"{listed(twice)} would have done as well" if twice else "not all of it")
         raise CoverageError(
             f"the stream of weights was matched by {how}",
             missing=tuple(plan.missing), written=tuple(sorted(self.moved.written)),

@@ -248,6 +248,12 @@ def rivals(rename: Rename, taken: Iterable[str], others: Collection[str]) -> lis
     ]
 
 
+def twins(taken: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Those of other names that are the same as one that was taken, but for wrappers and spellings."""
+    known = set(map(_plain, taken))
+    return [name for name in others if _plain(name) in known]
+
+
 def _plain(name: str) -> str:
     """A name without wrappers, in the older of two spellings: what two copies of one parameter have in common."""
     plain = ".".join(segment for segment in name.split(".") if segment not in WRAPPERS)
