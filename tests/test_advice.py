@@ -734,3 +734,16 @@ def test_weight_norm_loads_from_either_of_torchs_spellings_into_either(prefix: s
             assert not any(f.severity == "warning" for f in plan.findings)
             plan.run(target)
             assert torch.equal(source(values), target(values))
+
+
+@pytest.mark.parametrize("prefix", ["module", "model", "net"])
+def test_a_prefix_that_all_names_carry_is_advised_and_not_the_one_of_those_that_are_left(prefix: str) -> None:
+    model = nn.Module()
+    model.register_buffer("w", torch.zeros(2))
+    model.add_module(prefix, nn.Module())
+    model.get_submodule(prefix).register_buffer("w", torch.zeros(2))
+    held = {f"{prefix}.w": torch.ones(2), f"{prefix}.{prefix}.w": torch.full((2,), 2.0)}
+    plan = plan_load(model, held, automatic=False)
+    assert f"rules=[Rename({prefix!r}, '')]" in str(plan.errors[0])
+    load_into(model, held, rules=Rename(prefix, ""), progress=False)
+    assert (model.w[0], model.get_submodule(prefix).w[0]) == (1, 2)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightloaders.mapping import suggest
 from weightloaders.mapping.fusions import fusion_hint
+from weightloaders.mapping.rules import Rename
 from weightloaders.placing.sizes import layers_short
 from weightloaders.plan import listed, step_infos
 
@@ -28,6 +29,7 @@ def mapping_hint(
     rename = suggest.prefix_suggestion(names, wanted) if names else None
     if rename is None:
         return None
+    rename = _of_all(rename, infos, placing.targets.by_name) or rename
     mended = {suggest.plainly_renamed(rename, name) for name in names}
     rest = [name for name in wanted if name not in mended]
     old, new = str(rename.old), rename.new
@@ -36,6 +38,19 @@ def mapping_hint(
     )  # fmt: skip
     hint = f"the names differ by a prefix (the source's {how}): load with rules=[Rename({old!r}, {new!r})]"
     return hint + (f"; still missing would be {listed(rest)}" if rest and len(rest) < len(wanted) else "")
+
+
+def _of_all(rename: Rename, names: Collection[str], own: Collection[str]) -> Rename | None:
+    """A shorter prefix that, stripped, makes all of the source's names the model's.
+
+    Where the model has names with that prefix too, some of the source's are taken as they are, which are not meant so.
+    """
+    segments = str(rename.old).split(".")
+    for cut in range(1, len(segments)):
+        shorter = Rename(".".join(segments[:cut]), rename.new)
+        if all(suggest.plainly_renamed(shorter, name) in own for name in names):
+            return shorter
+    return None
 
 
 def absent_part(placing: Placing, names: Sequence[str]) -> str | None:
