@@ -1114,6 +1114,16 @@ _some_rules = st.lists(
 _policies = st.sampled_from(["error", "warn", "ignore"])
 
 
+def test_what_a_rule_made_too_many_of_is_no_name_that_a_missing_one_may_be_called() -> None:
+    model = nn.Module()
+    model.register_buffer("a", torch.zeros(2, 2))
+    model.x = nn.Module()
+    model.x.register_buffer("0", torch.zeros(2))
+    plan = plan_load(model, {"xs": counted(2, 2)}, rules=[Convert("xs", "x.{i}", "unstack_experts")])
+    assert plan.unexpected == ["x.1"]
+    assert plan.missing == ["a"]
+
+
 @settings(max_examples=300, deadline=None)
 @given(_some_tensors, _some_tensors, _some_rules, _policies, _policies)
 def test_every_parameter_and_every_tensor_is_accounted_for(

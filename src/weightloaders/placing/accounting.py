@@ -219,7 +219,7 @@ def _missing_finding(
         if placing.filled:
             hint += f"{'; or ' if hint else ''}the checkpoint is incomplete: fetch or export it again"
         shape = everything[names[0]].shape
-        near = suggest.nearest(names[0], [name for name in plan.unexpected if infos[name].shape == shape])
+        near = suggest.nearest(names[0], [n for n in plan.unexpected if n in infos and infos[n].shape == shape])
         if near is not None:
             hint += f"{'; or ' if hint else ''}if {near!r} is what the model calls {names[0]!r}, rename it with a rule"
         if placing.filled:
