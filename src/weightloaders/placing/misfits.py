@@ -100,7 +100,7 @@ def taken_together(misfits: Sequence[Misfit], fitting: Iterable[Target], config:
             sizes.vote(misfit.target.name, misfit.shape, misfit.target.shape)
     found: list[Finding] = []
     left = list(misfits)
-    for find in (_placeholders, _divided, _vocabularies, _other_size, _transposed, _one_size):
+    for find in (_placeholders, _divided, _vocabularies, _other_size, _experts, _transposed, _one_size):
         for together, message, hint in list(find(_Case(left, sizes, config))):
             names = dict.fromkeys(name for misfit in together for name in misfit.finding.tensors)
             first = together[0].finding
@@ -201,6 +201,21 @@ def _other_size(case: _Case) -> Iterator[_Together]:
         f"the checkpoint is of a model of another size: {found} ({fit} not fit: {_kinds(together)})",
         "build the model from the checkpoint's own config.json, or fetch the checkpoint that belongs to this config",
     )
+
+
+def _experts(case: _Case) -> Iterator[_Together]:
+    """The last of the experts are missing: those that are there leave no gap, and the rest of the model fits."""
+    by_counts: dict[tuple[int, int], list[Misfit]] = defaultdict(list)
+    for m in case.misfits:
+        if m.made and "experts" in m.target.name and m.differing == [0] and m.shape[0] < m.target.shape[0]:
+            by_counts[m.shape[0], m.target.shape[0]].append(m)
+    for (have, want), together in by_counts.items():
+        absent = f"number {have} is" if have + 1 == want else f"numbers {have} to {want - 1} are"
+        yield _Together(
+            together,
+            f"of {want} experts the source has {have}, and {absent} missing: {_kinds(together)}",
+            "look for the missing experts in a shard that is absent; or is the checkpoint of a model with fewer?",
+        )
 
 
 def _is_explained(misfit: Misfit, sizes: Sizes) -> bool:
