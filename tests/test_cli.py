@@ -773,6 +773,7 @@ def test_what_has_no_place_in_the_other_layout_is_named(tensors, fused, folder, 
         ("rename: {model.norm.weight: lm_head.weight}", "two tensors come out as 'lm_head.weight'"),
         ("convert: [{sources: [model.norm.weight, absent], targets: x, function: fuse_gate_up}]", "absent is missing"),
         ("convert: [{sources: lm_head.weight, targets: x, function: reshape, shape: [3, 3]}]", "can't be applied"),
+        ("rename: {modle: model}", "none of the rules matches a tensor: rename 'modle' -> 'model'"),
     ],
 )
 def test_rules_that_can_not_be_applied_are_told_before_anything_is_written(folder, tmp_path, rules, said):

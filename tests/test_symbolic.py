@@ -531,3 +531,13 @@ def test_mistakes_are_torchs_own() -> None:
         symbol(4, 6).select(0, 4)
     with pytest.raises(IndexError):
         symbol()[0:1]
+
+
+def test_a_real_constant_among_complex_numbers_is_a_constant() -> None:
+    with tracing():
+        padded = nn.functional.pad(SymbolicTensor.of(0, (2,), torch.complex64), (0, 1))
+        turned = torch.cat([SymbolicTensor.of(0, (2,), torch.complex64), torch.full((1,), 2.5, dtype=torch.complex64)])
+    assert pieces(padded)[-1].source == Constant(0.0)
+    assert pieces(turned)[-1].source == Constant(2.5)
+    with pytest.raises(Untraceable, match="a complex constant"), tracing():
+        torch.cat([SymbolicTensor.of(0, (2,), torch.complex64), torch.full((1,), 1j, dtype=torch.complex64)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +110,14 @@ def rounded(value: Any, dtype: torch.dtype) -> Constant:
     """What a value is once it was written to memory of a dtype.
 
     Raises:
-        Untraceable: If that is a complex number, which a plan can't say.
+        Untraceable: If that is a complex number that is not real, which a plan can't say.
     """
-    if dtype.is_complex:
-        raise Untraceable("a complex constant")
-    return Constant(torch.empty((), dtype=dtype, device="cpu").fill_(value).item())
+    result = torch.empty((), dtype=dtype, device="cpu").fill_(value).item()
+    if isinstance(result, complex):
+        if complex(result.real) != result or math.copysign(1, result.imag) < 0:
+            raise Untraceable("a complex constant")
+        result = result.real
+    return Constant(result)
 
 
 def too_many() -> Untraceable:

@@ -43,7 +43,7 @@ def arrange(infos: Sequence[TensorInfo], rules: Sequence[Rule], config: Any = No
         targets have no memory.
 
     Raises:
-        RuleError: If a conversion can't be applied, or two tensors come out under one name.
+        RuleError: If a conversion can't be applied, two tensors come out under one name, or none of the rules matches.
     """
     mapper = RuleMapper(rules, (), config=config)
     plan = LoadPlan()
@@ -63,7 +63,13 @@ def arrange(infos: Sequence[TensorInfo], rules: Sequence[Rule], config: Any = No
     for state in groups.values():
         plan.steps.extend(_steps_of(state))
     _check_names(plan)
-    plan.findings.extend(Finding("rule", "warning", f"{rule} matches no tensor") for rule in mapper.unused())
+    unused = mapper.unused()
+    if infos and len(unused) == len(rules) > 0:
+        raise RuleError(
+            f"none of the rules matches a tensor: {listed(unused)}",
+            hint=f"the source's names look like {infos[0].name!r}",
+        )
+    plan.findings.extend(Finding("rule", "warning", f"{rule} matches no tensor") for rule in unused)
     return plan
 
 
