@@ -14,10 +14,25 @@ from hypothesis import strategies as st
 from weightloaders import Convert, plan_load
 from weightloaders.errors import RuleError
 from weightloaders.mapping import layouts
-from weightloaders.mapping.layouts import INVERSES, LAYOUTS, sizes_from_config
+from weightloaders.mapping.layouts import LAYOUTS, sizes_from_config
 from weightloaders.plan import ComputeStep
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 6, 2, 4, 3
+_PAIRS = (
+    ("fuse_qkv", "split_qkv"),
+    ("fuse_qkv_interleaved", "split_qkv_interleaved"),
+    ("fuse_gate_up", "split_gate_up"),
+    ("fuse_gate_up_interleaved", "split_gate_up_interleaved"),
+    ("stack_experts", "unstack_experts"),
+    ("transpose", "transpose"),
+    ("rotary_meta_to_hf", "rotary_hf_to_meta"),
+    ("pad_rows", "unpad_rows"),
+    ("duplicate", "common"),
+    ("weight_norm", "split_weight_norm"),
+)
+# What undoes a layout. The others can't be undone without knowing more: the shape or dtype before, say.
+INVERSES = {**dict(_PAIRS), **{inverse: name for name, inverse in _PAIRS}}
+
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
 REST = [(), (HIDDEN,), (HIDDEN, 2)]
 

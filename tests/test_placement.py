@@ -12,8 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weightloaders.mapping.composing import MAX_PLACEMENTS, TooManyPlacements, compose, cover, restrict
-from weightloaders.mapping.placement import Constant, Placement, coalesce, invert, placement, row_major, whole
+from weightloaders.mapping.placement import Constant, Placement, coalesce, invert, placement, whole
 from weightloaders.mapping.symbolic import SymbolicTensor
+from weightloaders.weights.info import contiguous_strides
 
 
 def addresses(placed: Placement) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +53,7 @@ def readings(draw: Any, size: int) -> Placement:
     if repeats:
         steps.insert(draw(st.integers(0, len(steps))), (repeats, 0))
     order = draw(st.permutations(range(len(steps))))
-    written = row_major([steps[at][0] for at in order])
+    written = contiguous_strides([steps[at][0] for at in order])
     by_loop = dict(zip(order, written, strict=True))
     return placement(0, start, draw(st.integers(0, 3)), [(*loop, by_loop[at]) for at, loop in enumerate(steps)])
 

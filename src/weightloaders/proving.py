@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from weightloaders.errors import PlanError, RuleError, WeightLoadersError
 from weightloaders.mapping.dtypes import may_cast
 from weightloaders.mapping.recipes import FunctionMaker
 from weightloaders.placing import overlaps
+from weightloaders.placing.groups import looks_at_values, made_of, without_values
 from weightloaders.plan import CallStep, CopyStep, LoadPlan, Step, makes_up_its_target, step_targets
 from weightloaders.plan.reading import DescribedFunction
 from weightloaders.plan.writing import source_data
@@ -154,18 +153,13 @@ def _check_results(
     rule: str,
 ) -> None:
     """Run a function on tensors without values, where it can be: what it makes must be what is to be filled."""
-
-    def empty(info: TensorInfo) -> torch.Tensor:
-        return torch.empty(info.shape, dtype=info.dtype, device="meta")
-
-    given: list[Any] = [list(map(empty, part)) if isinstance(part, tuple) else empty(part) for part in arguments]
     try:
-        results = function(given)
+        results = function(made_of(arguments, without_values))
     except WeightLoadersError:
         raise
     except Exception as error:
-        if "meta" in str(error).lower():
-            # It looks at values, and so is known by its results only.
+        if looks_at_values(error):
+            # So it is known by its results only.
             return
         raise _refused(f"{rule} can't be applied: {error}", next(iter(wanted), None)) from error
     for name, target in wanted.items():

@@ -10,7 +10,8 @@ import itertools
 import operator
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightloaders.mapping.placement import Dim, Placement, coalesce, is_empty, placement, row_major, whole
+from weightloaders.mapping.placement import Dim, Placement, coalesce, is_empty, placement, whole
+from weightloaders.weights.info import contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -297,7 +298,7 @@ def restrict(
         at < 0 or count < 0 or at + count > whole_size for at, count, whole_size in zip(start, size, shape, strict=True)
     ):
         raise ValueError(f"the box of {list(size)} at {list(start)} does not lie in {list(shape)}")
-    steps, box_steps = row_major(shape), row_major(size)
+    steps, box_steps = contiguous_strides(shape), contiguous_strides(size)
     offset = sum(at * step for at, step in zip(start, steps, strict=True))
     found, _ = compose(placements, placement(0, offset, 0, zip(size, steps, box_steps, strict=True)))
     return coalesce(found)

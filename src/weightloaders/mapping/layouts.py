@@ -296,23 +296,6 @@ LAYOUTS: dict[str, Callable[..., Any]] = {
     )
 }  # fmt: skip
 
-_PAIRS = (
-    ("fuse_qkv", "split_qkv"),
-    ("fuse_qkv_interleaved", "split_qkv_interleaved"),
-    ("fuse_gate_up", "split_gate_up"),
-    ("fuse_gate_up_interleaved", "split_gate_up_interleaved"),
-    ("stack_experts", "unstack_experts"),
-    ("transpose", "transpose"),
-    ("rotary_meta_to_hf", "rotary_hf_to_meta"),
-    ("pad_rows", "unpad_rows"),
-    ("duplicate", "common"),
-    ("weight_norm", "split_weight_norm"),
-)
-
-#: What undoes a layout. Those that are not in it can't be undone without knowing more: the shape or dtype before, or
-#: which of several equal tensors is to count.
-INVERSES: dict[str, str] = {**dict(_PAIRS), **{inverse: name for name, inverse in _PAIRS}}
-
 
 # ------------------------------------------------------------------ what they share
 

@@ -133,17 +133,6 @@ def is_empty(placed: Placement) -> bool:
     return any(count == 0 for count, _, _ in placed.dims)
 
 
-def row_major(shape: Sequence[int]) -> list[int]:
-    """Steps of a shape in row-major order, in elements."""
-    steps = []
-    step = 1
-    for size in reversed(shape):
-        steps.append(step)
-        step *= size
-    steps.reverse()
-    return steps
-
-
 def may_overlap(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     """Whether one address may be that of several elements; true of some odd steps of which it isn't."""
     reach = 0

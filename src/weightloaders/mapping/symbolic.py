@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightloaders.mapping.composing import MAX_PLACEMENTS
 from weightloaders.mapping.dtypes import may_cast
-from weightloaders.mapping.placement import Placement, coalesce, may_overlap, placement, row_major, whole
+from weightloaders.mapping.placement import Placement, coalesce, may_overlap, placement, whole
 from weightloaders.mapping.spaces import Space, Untraceable, refusals, rounded, too_many
+from weightloaders.weights.info import contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ class SymbolicTensor(torch.Tensor):
         if refusals.get() is not None:
             _check_current(self)
         result = Space([])
-        result.write(self.space, self.plain, row_major(self.shape), 0)
+        result.write(self.space, self.plain, contiguous_strides(self.shape), 0)
         return coalesce(result.layers)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch declares no types

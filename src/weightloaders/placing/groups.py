@@ -177,8 +177,7 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
     except Exception as error:  # noqa: BLE001 -- whatever foreign code does with a symbol, real tensors decide
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     try:
-        tensors = _arguments(state, lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"))
-        results = state.group.function(tensors)
+        results = state.group.function(made_of(state.arguments(), without_values))
         if any(isinstance(result, SymbolicTensor) for result in results.values()):
             raise _keeps_tensors(state)
         return Outcome(results, {}, reason)
@@ -187,8 +186,7 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
     except Untraceable as error:
         raise _keeps_tensors(state) from error
     except Exception as error:
-        # Whatever torch says about code that asks for the values of tensors without any, it names the meta device.
-        if re.search(r"\bmeta\b", str(error), re.IGNORECASE):
+        if looks_at_values(error):
             return Outcome(dict.fromkeys(state.group.targets), {}, f"it looks at values: {reason}")
         odd = _odd_one(state)
         if odd is not None:
@@ -223,7 +221,7 @@ def _traced(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     """Run the function on symbols."""
     numbers = {id(info): number for number, info in enumerate(state.infos)}
     with tracing():
-        symbols = _arguments(state, lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
+        symbols = made_of(state.arguments(), lambda info: SymbolicTensor.of(numbers[id(info)], info.shape, info.dtype))
         results = state.group.function(symbols)
         return _outcome(results, targets)
 
@@ -243,8 +241,18 @@ def _outcome(results: Mapping[str, torch.Tensor], targets: Mapping[str, Target])
     return Outcome(results, placements, overwritten=tuple(overwritten))
 
 
-def _arguments(state: GroupState, make: Callable[[TensorInfo], torch.Tensor]) -> list[Any]:
-    return [
-        [make(info) for info in argument] if isinstance(argument, tuple) else make(argument)
-        for argument in state.arguments()
-    ]
+def made_of(
+    arguments: Sequence[TensorInfo | tuple[TensorInfo, ...]], make: Callable[[TensorInfo], torch.Tensor]
+) -> list[Any]:
+    """What a group's function gets, of tensors that are made for its sources."""
+    return [[make(info) for info in part] if isinstance(part, tuple) else make(part) for part in arguments]
+
+
+def without_values(info: TensorInfo) -> torch.Tensor:
+    """A tensor that has the shape and dtype of a source's, and no memory."""
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def looks_at_values(error: Exception) -> bool:
+    """Whether a function that failed on tensors without values asked for some: torch then names the meta device."""
+    return re.search(r"\bmeta\b", str(error), re.IGNORECASE) is not None

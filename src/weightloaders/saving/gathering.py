@@ -9,12 +9,13 @@ import torch
 
 from weightloaders.errors import SaveError
 from weightloaders.mapping.composing import TooManyPlacements, compose
-from weightloaders.mapping.placement import Placement, placement, row_major
+from weightloaders.mapping.placement import Placement, placement
 from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
 from weightloaders.transfer.engine import Transfer
 from weightloaders.transfer.jobs import strided
 from weightloaders.transfer.memory import is_plain
+from weightloaders.weights.info import contiguous_strides
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,7 +49,7 @@ def gathered(written: Written, fetch: Fetch) -> torch.Tensor:
 
 def _check_equal(written: Written, name: str, way: Placement, flat: torch.Tensor, fetch: Fetch) -> None:
     counts = [count for count, _, _ in way.dims]
-    rows = row_major(counts)
+    rows = contiguous_strides(counts)
     # The places where this tensor's elements lie, one behind the other.
     places = placement(0, way.target_start, 0, [(n, at, row) for (n, _, at), row in zip(way.dims, rows, strict=True)])
     there = fetch([(name, places)], math.prod(counts), written.values)
@@ -119,7 +120,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _from_storage(tensor: torch.Tensor, piece: Placement) -> tuple[torch.Tensor, Sequence[Placement]]:
     """A copy out of a tensor as copies out of the memory that it is a view of, so that it need not be copied whole."""
     if not tensor.is_contiguous():
-        laid_out = placement(0, 0, 0, zip(tensor.shape, tensor.stride(), row_major(tensor.shape), strict=True))
+        laid_out = placement(0, 0, 0, zip(tensor.shape, tensor.stride(), contiguous_strides(tensor.shape), strict=True))
         try:
             return tensor, compose([laid_out], piece)[0]
         except TooManyPlacements:
