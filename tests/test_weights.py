@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import os
 import pickle
 import subprocess
@@ -898,3 +899,56 @@ def test_a_forked_child_reads_what_its_parent_opened(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, path], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "0"
+
+
+# ------------------------------------------------------------------ several views at once
+
+
+@pytest.mark.parametrize("system", ["preadv", "pread", "neither"])
+def test_views_side_by_side_in_a_file_are_filled_by_one_call_however_the_system_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str
+) -> None:
+    content = os.urandom(50_000)
+    (tmp_path / "f").write_bytes(content)
+    if system != "preadv":
+        monkeypatch.delattr(os, "preadv")
+    if system == "neither":
+        monkeypatch.delattr(os, "pread")
+    sizes = [0, 1, 4000, 0, 37, *[3] * 2500, 0]
+    views = [memoryview(bytearray(size)) for size in sizes]
+    FileSource(tmp_path / "f").read_vectors(views, 1234)
+    assert b"".join(views) == content[1234 : 1234 + sum(sizes)]
+
+
+def test_reads_that_come_back_short_are_taken_up_where_they_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(5000)
+    (tmp_path / "f").write_bytes(content)
+    whole = os.preadv
+
+    def short(descriptor: int, views: list[memoryview], offset: int) -> int:
+        first = next(view for view in views if len(view))
+        return whole(descriptor, [first[:7]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    views = [memoryview(bytearray(size)) for size in (10, 0, 1, 990, 7, 3000)]
+    FileSource(tmp_path / "f").read_vectors(views, 100)
+    assert b"".join(views) == content[100:4108]
+
+
+def test_views_behind_the_end_of_a_file_are_an_error_that_says_where_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(100))
+    with pytest.raises(SourceReadError, match="ends at byte 100, 20 bytes too early"):
+        FileSource(tmp_path / "f").read_vectors([memoryview(bytearray(60)), memoryview(bytearray(60))], 0)
+
+
+def test_memory_that_cannot_be_written_is_an_error_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes(8192))
+    with (tmp_path / "f").open("rb") as file, mmap.mmap(file.fileno(), 8192, access=mmap.ACCESS_READ) as mapping:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that this is read-only memory, which is what it is here for
+            tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        with pytest.raises(SourceReadError, match="can't be written"):
+            FileSource(tmp_path / "f").read_into(memory_of(tensor), 0)
+        del tensor

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
 MAX_OPEN_FILES = 16
-# The kernel reads at most this much in one call anyway; a smaller piece keeps cancellation prompt.
+# What the systems that have vectored reads allow is 1024.
+_MOST_VIEWS = 1000
+# More at once is an error on some systems, and would be cut on the others.
 _MAX_READ = 1 << 30
+# Where bytes come as an object of their own, and are copied.
+_MAX_COPIED = 1 << 24
 
 
 class ByteSource(ABC):
@@ -38,6 +42,11 @@ class ByteSource(ABC):
     """
 
     name: str
+
+    @property
+    def most_views(self) -> int:
+        """How many views `read_vectors` fills in one go; 1 where each is a read of its own."""
+        return 1
 
     @property
     @abstractmethod
@@ -56,6 +65,16 @@ class ByteSource(ABC):
         Raises:
             SourceReadError: If fewer bytes are there, or reading fails.
         """
+
+    def read_vectors(self, views: Sequence[memoryview], offset: int) -> None:
+        """Fill several views from bytes that lie side by side, the first from ``offset`` on.
+
+        Raises:
+            SourceReadError: As for `read_into`.
+        """
+        for view in views:
+            self.read_into(view, offset)
+            offset += len(view)
 
     def read(self, offset: int, length: int) -> bytes:
         """``length`` bytes from ``offset`` on, for headers.
@@ -119,24 +138,55 @@ class FileSource(ByteSource):
         """Device, inode, size and modification time (nanoseconds) when the source was made."""
         return self._stat
 
+    @property
+    def most_views(self) -> int:
+        """How many views `read_vectors` fills in one go."""
+        # Whoever overrides `read_into` wants to see every read.
+        return _MOST_VIEWS if type(self).read_into is FileSource.read_into else 1
+
     def read_into(self, view: memoryview, offset: int) -> None:
         """Fill the view from ``offset`` on. See `ByteSource.read_into`."""
         with _open_files.use(self) as descriptor:
-            done = 0
-            while done < len(view):
-                try:
-                    count = _pread_into(descriptor, view[done : done + _MAX_READ], offset + done)
-                except OSError as error:
-                    raise SourceReadError(
-                        f"reading {self.name} at byte {offset + done} failed: {error.strerror or error}", file=self.name
-                    ) from error
-                if count == 0:
-                    raise SourceReadError(
-                        f"{self.name} ends at byte {offset + done}, {len(view) - done} bytes too early",
-                        file=self.name,
-                        hint="the file was shortened while it was being read; fetch it again",
-                    )
-                done += count
+            self._fill([view], descriptor, offset)
+
+    def read_vectors(self, views: Sequence[memoryview], offset: int) -> None:
+        """Fill several views from bytes that lie side by side. See `ByteSource.read_vectors`."""
+        if self.most_views == 1:
+            super().read_vectors(views, offset)
+            return
+        with _open_files.use(self) as descriptor:
+            for at in range(0, len(views), _MOST_VIEWS):
+                offset = self._fill(views[at : at + _MOST_VIEWS], descriptor, offset)
+
+    def _fill(self, views: Sequence[memoryview], descriptor: int, offset: int) -> int:
+        """Fill a few views; returns where they end in the file."""
+        end = offset + sum(map(len, views))
+        while offset < end:
+            try:
+                count = _read_some(descriptor, views if end - offset <= _MAX_READ else [views[0][:_MAX_READ]], offset)
+            except OSError as error:
+                raise self._failed(error, offset) from error
+            if count == 0:
+                raise SourceReadError(
+                    f"{self.name} ends at byte {offset}, {end - offset} bytes too early",
+                    file=self.name,
+                    hint="the file was shortened while it was being read; fetch it again",
+                )
+            offset += count
+            if offset < end:
+                views = _behind(views, count)
+        return end
+
+    def _failed(self, error: OSError, offset: int) -> SourceReadError:
+        if error.errno == errno.EFAULT:
+            return SourceReadError(
+                f"the memory that byte {offset} of {self.name} was to be read into can't be written",
+                file=self.name,
+                hint="it may be a read-only mapping; give the model memory of its own, e.g. by copying its parameters",
+            )
+        return SourceReadError(
+            f"reading {self.name} at byte {offset} failed: {error.strerror or error}", file=self.name
+        )
 
     def check_unchanged(self) -> None:
         """Raise `SourceReadError` if the path now leads to other content than when the source was made."""
@@ -163,20 +213,30 @@ def _fingerprint(status: os.stat_result) -> tuple[int, int, int, int]:
 _seek_lock = threading.Lock()
 
 
-def _pread_into(descriptor: int, view: memoryview, offset: int) -> int:
-    """One positioned read straight into memory, or the nearest thing the system has."""
+def _read_some(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+    """One positioned read straight into memory, or the nearest thing the system has. It may end early."""
     if hasattr(os, "preadv"):
-        count: int = os.preadv(descriptor, [view], offset)
+        count: int = os.preadv(descriptor, views, offset)
         return count
+    view = next(view for view in views if len(view))
     if hasattr(os, "pread"):
-        data = os.pread(descriptor, min(len(view), 1 << 24), offset)
+        data = os.pread(descriptor, min(len(view), _MAX_COPIED), offset)
     else:
         # Windows: a descriptor has one position, so seeking and reading must not be torn apart.
         with _seek_lock:
             os.lseek(descriptor, offset, os.SEEK_SET)
-            data = os.read(descriptor, min(len(view), 1 << 24))
+            data = os.read(descriptor, min(len(view), _MAX_COPIED))
     view[: len(data)] = data
     return len(data)
+
+
+def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of these views behind their first bytes."""
+    for at, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[at + 1 :]]
+        count -= len(view)
+    return []
 
 
 @dataclass(slots=True)
