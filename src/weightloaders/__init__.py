@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from weightloaders.plan import LoadPlan as LoadPlan
     from weightloaders.registry import WeightLoaderRegistry as WeightLoaderRegistry
     from weightloaders.report import LoadReport as LoadReport
+    from weightloaders.transfer.options import TransferOptions as TransferOptions
     from weightloaders.weights.info import Extent as Extent
     from weightloaders.weights.info import TensorInfo as TensorInfo
     from weightloaders.weights.source import ByteSource as ByteSource
@@ -66,6 +67,7 @@ _HOMES = {
     "RequestOutput": "weightloaders.llm.outputs",
     "SamplingParams": "weightloaders.llm.outputs",
     "TensorInfo": "weightloaders.weights.info",
+    "TransferOptions": "weightloaders.transfer.options",
     "WeightLoaderRegistry": "weightloaders.registry",
     "Weights": "weightloaders.weights.weights",
     "default_weight_loader": "weightloaders.loading",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +24,7 @@ from weightloaders.prepare import load_context, load_from, prepare, resolve_load
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.saving import checkpoint_layout
 from weightloaders.targets import Targets
+from weightloaders.validation import parse_size
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
 from weightloaders.weights.texts import brief
 from weightloaders.weights.weights import Weights, as_catalogue
@@ -40,14 +40,13 @@ if TYPE_CHECKING:
     from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
+    from weightloaders.transfer.options import TransferOption
     from weightloaders.weights.safetensors import Described
 
 Layout = Literal["model", "checkpoint"]
 
 # What `plan_load` was asked to do where nothing was said.
 _AS_PLANNED = (None, "error", "warn", "error", True)
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def open_weights(source: str | Path, loader: Any = "auto", **kwargs: Any) -> Weights:
@@ -150,6 +149,7 @@ def load_into(
     progress: ProgressOption = None,
     verify: Verify | None = None,
     automatic: bool = True,
+    transfer: TransferOption = "direct",
 ) -> LoadReport:
     """Fill any module in place.
 
@@ -167,12 +167,14 @@ def load_into(
         progress: None: a bar on a terminal, a few log lines elsewhere; False: nothing; or a function.
         verify: ``"finite"``: no NaN and no infinity; ``"sha256"``: the files match their checksums.
         automatic: Whether names may be matched without being asked; see `plan_load`.
+        transfer: How bytes are moved: ``"direct"``, ``"mmap"``, ``"o_direct"``, ``"stream"``, or `TransferOptions`.
 
     Raises:
+        ConfigError: If an argument is not allowed; nothing was opened.
         PlanError: If something is missing or does not fit; nothing was touched.
         LoadError: If something failed on the way; the model is marked as half-loaded.
     """
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic)
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer)
     return load_from(model, source, resolve_loader(source, loader, loader_kwargs or {}), context)
 
 
@@ -199,6 +201,7 @@ def from_pretrained(
     progress: ProgressOption = None,
     verify: Verify | None = None,
     automatic: bool = True,
+    transfer: TransferOption = "direct",
     trust_remote_code: bool = False,
     **model_kwargs: Any,
 ) -> tuple[nn.Module, LoadReport]:
@@ -220,6 +223,7 @@ def from_pretrained(
         progress: See `load_into`.
         verify: See `load_into`.
         automatic: See `plan_load`.
+        transfer: See `load_into`.
         trust_remote_code: Whether code that comes with the model may run.
         **model_kwargs: For the config, and for the model's constructor. ``quantization_config``, a mapping or one of
             transformers' objects, says what is to differ from the config's own for a quantised checkpoint, e.g.
@@ -234,7 +238,7 @@ def from_pretrained(
         ModelError: If the model can't be built.
         PlanError: If the weights don't fit it.
     """
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic)
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer)
     prepared = prepare(
         source,
         context,
@@ -399,20 +403,3 @@ class _Described:
 def _a(value: Any) -> str:
     """What somebody gave instead of what was asked for."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"{brief(value)} ({type(value).__name__})"
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes from a number or a text like ``"5GB"`` or ``"500 MiB"``.
-
-    Raises:
-        ConfigError: If it is neither.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
-        return size
-    # Of a number with more digits a float might be infinite.
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(match.group(2).upper()) if match else None
-    nbytes = int(float(match.group(1)) * unit) if match and unit else 0
-    if nbytes < 1:
-        raise ConfigError(f"{size!r} is no size", hint="e.g. 5000000000, '5GB' or '500 MiB'")
-    return nbytes

@@ -16,15 +16,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, field_validator
 
-from weightloaders.discovery import did_you_mean
 from weightloaders.errors import ConfigError, SourceError
-from weightloaders.loaders.options import complaint
+from weightloaders.transfer.options import TransferOptions
+from weightloaders.validation import Checked
 from weightloaders.weights.texts import parse_yaml, read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 Decision = Literal["error", "warn", "ignore"]
 # One decision for all names, or one for each pattern of names.
@@ -33,20 +33,6 @@ Policy = Decision | dict[str, Decision]
 _PATHS = ("model", "weights", "tokenizer")
 # A config is written by people; more than this is another kind of file, or one made to exhaust memory.
 _MAX_BYTES = 1 << 20
-
-
-class Checked(BaseModel):
-    """A pydantic model that neither coerces nor ignores anything, and complains by `ConfigError`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
-    if not TYPE_CHECKING:  # type checkers shall see the fields as the signature
-
-        def __init__(self, **values: Any) -> None:
-            try:
-                super().__init__(**values)
-            except ValidationError as error:
-                raise ConfigError("; ".join(_complaints(error, values, type(self)))) from None
 
 
 class LLMConfig(Checked):
@@ -74,6 +60,7 @@ class LLMConfig(Checked):
         progress: False for no progress output.
         verify: Additional checks: ``finite`` or ``sha256``.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
+        transfer: How bytes are moved: the name of a mode, or fields of `TransferOptions`.
         max_num_seqs: How many sequences are generated at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Fields of `SamplingParams`, used where `generate` is given none.
@@ -97,10 +84,21 @@ class LLMConfig(Checked):
     progress: bool | None = None
     verify: Literal["finite", "sha256"] | None = None
     automatic: bool = True
+    transfer: str | dict[str, Any] = "direct"
     max_num_seqs: Annotated[int, Field(ge=1)] = 32
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     sampling_params: dict[str, Any] | None = None
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("transfer")
+    @classmethod
+    def _check_transfer(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            TransferOptions.of(value)
+        except ConfigError as error:
+            # The field's own name is said by whoever complains.
+            raise ValueError(error.message.removeprefix("transfer: ")) from None
+        return value
 
     @classmethod
     def from_file(cls, path: str | Path) -> LLMConfig:
@@ -201,34 +199,3 @@ def _resolved(value: str | None, folder: Path) -> str | None:
     if value.startswith(("./", "../")) or value in (".", "..") or (folder / path).exists():
         return str(folder / path)
     return value
-
-
-def unknown(name: str, known: Iterable[str]) -> str:
-    """What is to be said of a name that is none of these."""
-    known = sorted(known)
-    return f"{name!r} is unknown{did_you_mean(name, known)} (there are {', '.join(known)})"
-
-
-def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseModel]) -> list[str]:
-    """One sentence for each place that pydantic complains about."""
-    by_place: dict[str, list[Any]] = {}
-    for item in error.errors(include_url=False, include_context=False):
-        by_place.setdefault(_place(item["loc"], values), []).append(item)
-    return [
-        unknown(place, kind.model_fields)
-        if found[0]["type"] == "extra_forbidden"
-        else ": ".join(filter(None, (place, complaint(found))))
-        for place, found in by_place.items()
-    ]
-
-
-def _place(loc: tuple[int | str, ...], values: Any) -> str:
-    # pydantic puts the alternatives of a union among the keys (`dict[str,any]`, `[key]`); only what is in the input,
-    # or is missing at its top level, is a place that the user knows.
-    parts = []
-    for i, part in enumerate(loc):
-        inside = isinstance(values, dict) and part in values
-        if inside or i == 0:
-            parts.append(str(part))
-            values = values[part] if inside else None
-    return ".".join(parts)

@@ -21,6 +21,7 @@ from weightloaders.offers import name_of
 from weightloaders.plan import Policies, PolicyOption
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.skeleton import HUB_OPTIONS, Skeleton, build_skeleton, stored_dtype_of
+from weightloaders.transfer.options import TransferOption, TransferOptions
 from weightloaders.weights.weights import Weights, as_catalogue, as_weights
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ def load_context(
     progress: ProgressOption = None,
     verify: Any = None,
     automatic: bool = True,
+    transfer: TransferOption = "direct",
 ) -> LoadContext:
     """What a load is asked to do, checked. See `load_into` for the arguments.
 
     Raises:
-        ConfigError: If there is no such device here, or no such check, or ``automatic`` is neither True nor False.
+        ConfigError: If there is no such device here, or no such check, ``automatic`` is neither True nor False, or
+            ``transfer`` is not allowed.
         RuleError: If the rules or the policies can't be understood.
     """
     if verify not in (None, "finite", "sha256"):
@@ -62,6 +65,7 @@ def load_context(
         progress=progress,
         verify=verify,
         automatic=automatic,
+        transfer=TransferOptions.of(transfer),
     )
 
 

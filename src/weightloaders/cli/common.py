@@ -54,6 +54,14 @@ NoAutomatic = Annotated[
     bool,
     typer.Option("--no-automatic", help="Take names as they are, but for --rules and what the model itself declares."),
 ]
+Transfer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE",
+        help="How bytes are moved: direct (the default), mmap, o_direct or stream; or fields, as in '{threads: 2}'.",
+        show_default=False,
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that lies with the model run. Only for models you trust.")
 ]
@@ -182,6 +190,20 @@ def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
         except ValueError as error:
             raise OptionsError(f"the value of --option {name} is no valid YAML: {error}") from error
     return options
+
+
+def transfer_option(text: str | None) -> Any:
+    """How bytes are moved, as `load_into` and the like take it, from the name of a mode or a YAML mapping.
+
+    Raises:
+        OptionsError: If it is no YAML.
+    """
+    from weightloaders.weights.texts import parse_yaml
+
+    try:
+        return None if text is None else parse_yaml(text)
+    except ValueError as error:
+        raise OptionsError(f"the value of --transfer is no valid YAML: {error}") from error
 
 
 def names_a_file(source: str) -> bool:

@@ -95,8 +95,9 @@ def convert_source(
     One tensor is in memory at a time. DST appears once it is complete; nothing that exists is replaced. With --rules,
     names and layouts change on the way; with --like as well, they change back.
     """
-    from weightloaders.api import open_to_read, parse_size
+    from weightloaders.api import open_to_read
     from weightloaders.progress import Progress
+    from weightloaders.validation import parse_size
     from weightloaders.weights.atomic import made_folder
     from weightloaders.weights.raw import RawFolder, dtype_option
     from weightloaders.weights.safetensors import SafetensorsFolder, write_safetensors

@@ -15,12 +15,14 @@ from weightloaders.cli.common import (
     OnUnexpected,
     Option,
     Rules,
+    Transfer,
     loader_options,
     policies,
     remark,
     rules_file,
     say,
     settings,
+    transfer_option,
 )
 
 # Where there is no config: an answer of some length, the same each time.
@@ -50,6 +52,7 @@ def generate_text(
     on_unexpected: OnUnexpected = None,
     on_mismatch: OnMismatch = None,
     no_automatic: NoAutomatic = False,
+    transfer: Transfer = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="'auto' (the config's, the default) or a dtype.")
     ] = None,
@@ -75,6 +78,7 @@ def generate_text(
         "rules": rules_file(rules),
         **policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch),
         "automatic": False if no_automatic else None,
+        "transfer": transfer_option(transfer),
         "dtype": dtype,
         "device": device,
         "trust_remote_code": trust_remote_code,

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.config import LLMConfig, unknown
+from weightloaders.config import LLMConfig
 from weightloaders.errors import ConfigError
 from weightloaders.llm.engines.base import engine_class
 from weightloaders.llm.outputs import RequestOutput, SamplingParams
 from weightloaders.llm.prompts import rendered, requests_for
 from weightloaders.loaders.place import as_name
+from weightloaders.validation import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.report import LoadReport
+    from weightloaders.transfer.options import TransferOption
 
 # Near enough to one of our own parameters to be a slip rather than an argument for the model.
 _SLIP = 0.8
@@ -56,6 +58,7 @@ class LLM:
             called with each `ProgressEvent`.
         verify: Additional checks: ``"finite"`` or ``"sha256"``.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
+        transfer: How bytes are moved: the name of a mode, or `TransferOptions`; see `load_into`.
         max_num_seqs: How many sequences are written at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Used where `generate` is given none. Default: what the model's generation config says.
@@ -86,6 +89,7 @@ class LLM:
         progress: bool | Callable[[Any], object] | None = None,
         verify: str | None = None,
         automatic: bool = True,
+        transfer: TransferOption = "direct",
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
         sampling_params: SamplingParams | None = None,
@@ -108,6 +112,7 @@ class LLM:
             "progress": progress,
             "verify": verify,
             "automatic": automatic,
+            "transfer": transfer,
         }
         self._engine = engine_class(engine).load(
             as_name(model),
@@ -264,7 +269,7 @@ class LLM:
             weight_loader: The loader. Default: the last one, with its options.
             weight_loader_kwargs: The loader's options.
             load_options: Those of ``rules``, ``on_missing``, ``on_unexpected``, ``on_mismatch``, ``progress``,
-                ``verify`` and ``automatic`` that shall differ from what this LLM was made with.
+                ``verify``, ``automatic`` and ``transfer`` that shall differ from what this LLM was made with.
 
         Returns:
             What was loaded; also in `load_report`.

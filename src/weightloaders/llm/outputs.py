@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from weightloaders.config import Checked
 from weightloaders.errors import ConfigError
+from weightloaders.validation import Checked
 
 # Known to vLLM, not honoured here. Ignoring one would give other text than was asked for, so each is refused by name.
 _NOT_SUPPORTED = frozenset(

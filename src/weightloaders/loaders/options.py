@@ -175,6 +175,8 @@ def _check(key: str, value: Any, annotation: Any) -> tuple[Any, list[str]]:
         return value, []
     from pydantic import ConfigDict, ValidationError, create_model
 
+    from weightloaders.validation import complaint
+
     config = ConfigDict(strict=True, arbitrary_types_allowed=True, protected_namespaces=())
     try:
         option = create_model("Option", __config__=config, value=(_converting(annotation), ...))(value=value)
@@ -218,6 +220,8 @@ def _strict(declared: type[BaseModel]) -> type[BaseModel]:
 
 
 def _model_problems(declared: type[BaseModel], error: ValidationError) -> list[str]:
+    from weightloaders.validation import complaint
+
     by_field: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         by_field.setdefault(str(item["loc"][0]) if item["loc"] else "", []).append(item)
@@ -303,21 +307,6 @@ def _nested(kind: type[BaseModel], value: dict[str, Any]) -> Any:
     if problems:
         raise ValueError("; ".join(problem.strip() for problem in problems))
     return kind.model_construct(**arguments)
-
-
-def complaint(found: Iterable[Any]) -> str:
-    """What pydantic found wrong with one value, as one phrase; a union brings a complaint for each of its members."""
-    from weightloaders.weights.texts import brief
-
-    phrases: dict[str, None] = {}
-    for item in found:
-        if item["type"] == "missing":
-            phrases["is required"] = None
-            continue
-        message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
-        # All fields together are no value that somebody wrote.
-        phrases[message if phrases or not item["loc"] else f"{brief(item['input'])}: {message}"] = None
-    return " or ".join(phrases)
 
 
 def _shown(annotation: Any) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.plan import Policies
+from weightloaders.transfer.options import TransferOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
@@ -42,6 +43,7 @@ class LoadContext:
         automatic: Whether names may be matched without being asked (see `mappers_for`).
         ties: Ties that the model declares, and that are made once its weights are in. Default: those of what is on
             meta now.
+        transfer: How bytes are moved.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -53,6 +55,7 @@ class LoadContext:
     loader: str | None = None
     automatic: bool = True
     ties: Mapping[str, str] | None = None
+    transfer: TransferOptions = field(default_factory=TransferOptions)
 
     def changed(self, **changes: Any) -> LoadContext:
         """The same with some fields changed."""

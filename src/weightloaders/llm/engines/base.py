@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from weightloaders.config import unknown
 from weightloaders.errors import ConfigError
+from weightloaders.validation import unknown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
