@@ -1,0 +1,200 @@
+"""What a file lies on: a disk without or with turning parts, a network, memory.
+
+On Linux the mount is looked up in ``/proc/self/mountinfo`` (proc(5)) and the disk in ``/sys/dev/block`` (sysfs-block in
+the kernel's ABI documentation): both are answered by the kernel alone, where asking the file system itself (``statfs``)
+would wait for a server that has gone away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Kind = Literal["local", "rotational", "network", "memory"]
+
+# Names as mountinfo has them. FUSE is told apart by its prefix, and by `fuseblk` where it has a disk below it.
+_NETWORK = frozenset(
+    {
+        "9p", "acfs", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "drvfs", "fuse", "glusterfs", "gpfs", "lustre",
+        "ncpfs", "nfs", "nfs4", "orangefs", "panfs", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs",
+        "wekafs",
+    }
+)  # fmt: skip
+_MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
+_REMOTE_DISK = re.compile(r"(nbd|rbd|drbd)\d")
+_MEMORY_DISK = re.compile(r"(ram|pmem|zram)\d")
+# Virtual disks, by their place among the devices (virtio, Xen, Hyper-V) or by their vendor (QEMU, VMware, VirtualBox,
+# Google and Amazon).
+_VIRTUAL_DEVICE = re.compile(r"/(virtio\d|vbd-|VMBUS:)", re.IGNORECASE)
+_VIRTUAL_VENDORS = frozenset({"amazon", "google", "msft", "qemu", "vbox", "vmware"})
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What a file lies on.
+
+    Attributes:
+        kind: ``local`` (a disk without turning parts, and all that nothing else is known of), ``rotational``,
+            ``network`` (every read is a trip to somewhere), ``memory``.
+        why: How that is known, as text.
+        filesystem: Its name in the system's words, e.g. ``ext4``; empty where it is not known.
+        device: What was mounted, e.g. ``/dev/sda1`` or ``server:/models``; empty where it is not known.
+    """
+
+    kind: Kind
+    why: str
+    filesystem: str = ""
+    device: str = ""
+
+
+def storage_of(path: str | Path) -> Storage:
+    """What a file lies on, as far as the system tells without being asked for more than it has at hand.
+
+    Args:
+        path: A file or folder. One that can't be looked at counts as ``local``.
+    """
+    ask = {"linux": _on_linux, "win32": _on_windows}.get(sys.platform)
+    if ask is None:
+        return Storage("local", f"not looked up on {sys.platform}")
+    try:
+        return ask(Path(path))
+    except (OSError, ValueError) as error:
+        return Storage("local", f"the system does not say: {error}")
+
+
+# ------------------------------------------------------------------ Linux
+
+
+class Mount(NamedTuple):
+    """A line of mountinfo: the device's number (``major:minor``), where it is mounted, type and source."""
+
+    number: str
+    point: str
+    filesystem: str
+    source: str
+
+
+def mounts() -> list[Mount]:
+    """What is mounted, in the order of mounting; empty where the system has no mountinfo."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+    except OSError:
+        return []
+    return [mount for line in lines if (mount := _mount(line)) is not None]
+
+
+def _mount(line: str) -> Mount | None:
+    # 36 35 98:0 /root /mnt rw,noatime master:1 - ext3 /dev/root rw
+    before, _, after = line.partition(" - ")
+    head, tail = before.split(" "), after.split(" ")
+    if len(head) < 6 or len(tail) < 2:
+        return None
+    return Mount(head[2], _plain(head[4]), tail[0], _plain(tail[1]))
+
+
+def _plain(text: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), text)
+
+
+def _on_linux(path: Path) -> Storage:
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") and hasattr(os, "minor") else ""
+    mount = _mount_of(path, number)
+    if mount is None:
+        return _of_disk(number, "", "")
+    name, source = mount.filesystem, mount.source
+    if name in _MEMORY:
+        return Storage("memory", f"{name} is memory", name, source)
+    if name in _NETWORK or name.startswith("fuse."):
+        through = "every read goes through another process, and mostly to a network" if "fuse" in name else "a network"
+        return Storage("network", f"{name}: {through}", name, source)
+    return _of_disk(number, name, source)
+
+
+def _mount_of(path: Path, number: str) -> Mount | None:
+    known = mounts()
+    for mount in known:
+        if mount.number == number:
+            return mount
+    # btrfs gives each subvolume a number of its own, overlayfs sometimes each layer: then the place decides. Of what is
+    # mounted over one place, the last is seen.
+    place = os.path.realpath(path)
+    above = [m for m in known if m.point == "/" or place == m.point or place.startswith(m.point + "/")]
+    return max(reversed(above), key=lambda mount: len(mount.point), default=None)
+
+
+def _of_disk(number: str, filesystem: str, source: str) -> Storage:
+    disks = list(_disks(_sysfs(number, source)))
+    if not disks:
+        return Storage("local", "no disk of its own is known", filesystem, source)
+    turning = ""
+    for disk in disks:
+        if _REMOTE_DISK.match(disk.name):
+            return Storage("network", f"{disk.name} is a disk on a network", filesystem, source)
+        if _MEMORY_DISK.match(disk.name):
+            return Storage("memory", f"{disk.name} is memory", filesystem, source)
+        if _first_line(disk / "queue/rotational") == "1":
+            if not _is_virtual(disk):
+                return Storage("rotational", f"{disk.name} has turning parts", filesystem, source)
+            turning = f"{disk.name} says that it turns, as virtual disks do whatever lies below them"
+    return Storage("local", turning or f"{disks[0].name} has no turning parts", filesystem, source)
+
+
+def _sysfs(number: str, source: str) -> Path | None:
+    """The folder that describes a device; for file systems with numbers of their own, that of what was mounted."""
+    folder = Path("/sys/dev/block", number)
+    if not folder.exists() and source.startswith("/dev/"):
+        folder = Path("/sys/class/block", Path(os.path.realpath(source)).name)
+    return folder.resolve() if folder.exists() else None
+
+
+def _disks(device: Path | None, depth: int = 8) -> Iterator[Path]:
+    """The disks below a device: of a partition its disk, of a mapped, joined or encrypted one those it is made of."""
+    if device is None or depth == 0:
+        return
+    if (device / "partition").exists():
+        device = device.parent
+    below = sorted((device / "slaves").glob("*"))
+    for slave in below:
+        yield from _disks(slave.resolve(), depth - 1)
+    if not below:
+        yield device
+
+
+def _is_virtual(disk: Path) -> bool:
+    vendor = _first_line(disk / "device/vendor").lower()
+    return _VIRTUAL_DEVICE.search(str(disk)) is not None or vendor in _VIRTUAL_VENDORS
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text("ascii", "replace").strip()
+    except OSError:
+        return ""
+
+
+# ------------------------------------------------------------------ Windows
+
+
+def _on_windows(path: Path) -> Storage:
+    drive = path.absolute().drive
+    if drive.startswith("\\\\"):
+        return Storage("network", f"{drive} is a share")
+    if sys.platform == "win32":
+        import ctypes
+
+        # https://learn.microsoft.com/windows/win32/api/fileapi/nf-fileapi-getdrivetypew: 4 is remote, 6 a RAM disk.
+        kind = ctypes.windll.kernel32.GetDriveTypeW(f"{drive}\\")
+        if kind == 4:
+            return Storage("network", f"{drive} is a network drive")
+        if kind == 6:
+            return Storage("memory", f"{drive} is a RAM disk")
+    return Storage("local", f"{drive} is a local drive")
