@@ -74,9 +74,10 @@ def storage_of(path: str | Path) -> Storage:
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo: the device's number (``major:minor``), where it is mounted, type and source."""
+    """A line of mountinfo: the device as ``major:minor`` and as `os.stat` has it, where it is mounted, type, source."""
 
     number: str
+    device: int
     point: str
     filesystem: str
     source: str
@@ -97,7 +98,9 @@ def _mount(line: str) -> Mount | None:
     head, tail = before.split(" "), after.split(" ")
     if len(head) < 6 or len(tail) < 2:
         return None
-    return Mount(head[2], _plain(head[4]), tail[0], _plain(tail[1]))
+    major, _, minor = head[2].partition(":")
+    device = os.makedev(int(major), int(minor)) if hasattr(os, "makedev") else 0
+    return Mount(head[2], device, _plain(head[4]), tail[0], _plain(tail[1]))
 
 
 def _plain(text: str) -> str:
@@ -105,24 +108,23 @@ def _plain(text: str) -> str:
 
 
 def _on_linux(path: Path) -> Storage:
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") and hasattr(os, "minor") else ""
-    mount = _mount_of(path, number)
+    mount = _mount_of(path)
     if mount is None:
-        return _of_disk(number, "", "")
+        return Storage("local", "it is not known what is mounted there")
     name, source = mount.filesystem, mount.source
     if name in _MEMORY:
         return Storage("memory", f"{name} is memory", name, source)
     if name in _NETWORK or name.startswith("fuse."):
         through = "every read goes through another process, and mostly to a network" if "fuse" in name else "a network"
         return Storage("network", f"{name}: {through}", name, source)
-    return _of_disk(number, name, source)
+    return _of_disk(mount)
 
 
-def _mount_of(path: Path, number: str) -> Mount | None:
+def _mount_of(path: Path) -> Mount | None:
+    device = path.stat().st_dev
     known = mounts()
     for mount in known:
-        if mount.number == number:
+        if mount.device == device:
             return mount
     # btrfs gives each subvolume a number of its own, overlayfs sometimes each layer: then the place decides. Of what is
     # mounted over one place, the last is seen.
@@ -131,8 +133,9 @@ def _mount_of(path: Path, number: str) -> Mount | None:
     return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
 
-def _of_disk(number: str, filesystem: str, source: str) -> Storage:
-    disks = list(_disks(_sysfs(number, source)))
+def _of_disk(mount: Mount) -> Storage:
+    filesystem, source = mount.filesystem, mount.source
+    disks = list(_disks(_sysfs(mount)))
     if not disks:
         return Storage("local", "no disk of its own is known", filesystem, source)
     turning = ""
@@ -148,11 +151,11 @@ def _of_disk(number: str, filesystem: str, source: str) -> Storage:
     return Storage("local", turning or f"{disks[0].name} has no turning parts", filesystem, source)
 
 
-def _sysfs(number: str, source: str) -> Path | None:
-    """The folder that describes a device; for file systems with numbers of their own, that of what was mounted."""
-    folder = Path("/sys/dev/block", number)
-    if not folder.exists() and source.startswith("/dev/"):
-        folder = Path("/sys/class/block", Path(os.path.realpath(source)).name)
+def _sysfs(mount: Mount) -> Path | None:
+    """The folder that describes what was mounted; also for file systems with numbers of their own."""
+    folder = Path("/sys/dev/block", mount.number)
+    if not folder.exists() and mount.source.startswith("/dev/"):
+        folder = Path("/sys/class/block", Path(os.path.realpath(mount.source)).name)
     return folder.resolve() if folder.exists() else None
 
 
