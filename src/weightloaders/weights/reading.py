@@ -37,12 +37,16 @@ def enough_memory(
     try:
         yield
     except (MemoryError, RuntimeError) as lack:
-        ours = isinstance(lack, WeightLoadersError)
-        if ours or not (isinstance(lack, MemoryError) or _NO_MEMORY.search(str(lack))):
+        if isinstance(lack, WeightLoadersError) or not lacks_memory(lack):
             raise
         raise error(
             f"there is not enough memory for tensor {tensor!r}, which takes {nbytes:,} bytes", file=file, tensor=tensor
         ) from lack
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an exception, torch's own among them, says that there is no memory to be had."""
+    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

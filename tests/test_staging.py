@@ -1,0 +1,340 @@
+"""The way to an accelerator: slots, streams and events, on a stand-in that does everything as late as it may.
+
+What is put into a stream of the stand-in happens only when somebody waits for an event that was recorded behind it. So
+a slot that is filled again too early, or a wait that is left out, makes wrong values.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from weightloaders.errors import ConfigError, LoadError
+from weightloaders.transfer import staging
+from weightloaders.transfer.devices import Accelerator, device_for, enough_device_memory, usable_device
+from weightloaders.transfer.staging import Slot, Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightloaders.transfer.devices import Event
+
+CPU = torch.device("cpu")
+SLOT = 64
+
+
+class LateStream:
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+        self.lock = threading.RLock()
+
+    def upload(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.run(lambda: destination.copy_(source))
+
+    def run(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def record(self) -> Event:
+        return LateEvent(self, len(self.queue))
+
+    def wait(self, event: Event) -> None:
+        self.run(event.synchronize)
+
+    def advance(self, to: int) -> None:
+        with self.lock:
+            while self.done < to:
+                self.queue[self.done]()
+                self.done += 1
+
+    @property
+    def pending(self) -> int:
+        return len(self.queue) - self.done
+
+
+class LateEvent:
+    def __init__(self, stream: LateStream, at: int) -> None:
+        self.stream, self.at = stream, at
+
+    def synchronize(self) -> None:
+        self.stream.advance(self.at)
+
+
+class LateDevice:
+    def __init__(self) -> None:
+        self.streams: list[LateStream] = []
+        self.consumers = LateStream()
+        self.released = 0
+
+    def stream(self) -> LateStream:
+        self.streams.append(LateStream())
+        return self.streams[-1]
+
+    def current_stream(self) -> LateStream:
+        return self.consumers
+
+    def page_locked(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 0xDD, dtype=torch.uint8)
+
+    def can_cast(self, source: torch.dtype, target: torch.dtype) -> bool:
+        return True
+
+    def release_unused(self) -> None:
+        self.released += 1
+
+
+class Account:
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        with self.lock:
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+
+
+def stage(device: LateDevice, account: Account | None = None) -> Staging:
+    return Staging({CPU: device}, account or Account(), slot_bytes=SLOT)
+
+
+def numbers(count: int) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), dtype=torch.uint8)
+
+
+def fill(there: Staging, target: torch.Tensor, data: torch.Tensor, starts: range | None = None) -> None:
+    for start in starts or range(0, len(data), SLOT):
+        part = data[start : start + SLOT]
+        with there.slot() as slot:
+            slot.view(len(part))[:] = part.numpy().tobytes()
+            slot.upload(0, target[start : start + len(part)])
+
+
+def cast(there: Staging, target: torch.Tensor, values: torch.Tensor) -> None:
+    """Every second element, as another dtype, backwards."""
+    count = SLOT // values.element_size()
+    for start in range(0, len(values), count):
+        part = values[start : start + count]
+        with there.slot() as slot:
+            slot.view(part.nbytes)[:] = part.view(torch.uint8).numpy().tobytes()
+
+            def place(stored: torch.Tensor, start: int = start, dtype: torch.dtype = values.dtype) -> None:
+                given = stored.view(dtype)
+                target[start : start + len(given)].copy_(given.flip(0))
+
+            slot.place(CPU, 0, part.nbytes, place)
+
+
+def flipped(values: torch.Tensor) -> torch.Tensor:
+    count = SLOT // values.element_size()
+    return torch.cat([part.flip(0) for part in values.split(count)])
+
+
+def test_bytes_arrive_when_all_is_done() -> None:
+    data, target = numbers(1000), torch.zeros(1000, dtype=torch.uint8)
+    with stage(LateDevice()) as there:
+        fill(there, target, data)
+    assert torch.equal(target, data)
+
+
+def test_casts_are_made_on_the_device_after_the_copy() -> None:
+    values, target = torch.randn(333), torch.zeros(333, dtype=torch.bfloat16)
+    with stage(LateDevice()) as there:
+        cast(there, target, values)
+    assert torch.equal(target, flipped(values).bfloat16())
+
+
+def test_several_threads_fill_one_tensor() -> None:
+    device = LateDevice()
+    data, target = numbers(5000), torch.zeros(5000, dtype=torch.uint8)
+    barrier = threading.Barrier(3)
+
+    def work(thread: int) -> None:
+        barrier.wait(10)
+        fill(there, target, data, range(thread * SLOT, len(data), 3 * SLOT))
+
+    with stage(device) as there, ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert torch.equal(target, data)
+    assert len(device.streams) == 3
+
+
+def test_one_read_goes_to_several_tensors_and_devices() -> None:
+    first, second = LateDevice(), LateDevice()
+    meta = torch.device("meta")
+    data, target, cast_to = numbers(48), torch.zeros(16, dtype=torch.uint8), torch.zeros(8)
+    with Staging({CPU: first, meta: second}, Account(), slot_bytes=SLOT) as there:
+        for _ in range(3):
+            with there.slot() as slot:
+                slot.view(48)[:] = data.numpy().tobytes()
+                slot.upload(0, target)
+                slot.place(meta, 16, 32, lambda stored: cast_to.copy_(stored.view(torch.float32)))
+    assert torch.equal(target, data[:16])
+    assert torch.equal(cast_to.view(torch.uint8), data[16:])
+    assert [len(device.streams) for device in (first, second)] == [1, 1]
+
+
+def test_reading_goes_on_while_a_copy_is_under_way() -> None:
+    device = LateDevice()
+    data, target = numbers(3 * SLOT), torch.zeros(3 * SLOT, dtype=torch.uint8)
+    with stage(device) as there:
+        fill(there, target, data, range(0, 2 * SLOT, SLOT))
+        copies = device.streams[0].pending
+        assert copies == 3  # the wait for the caller's own stream, and two copies
+        fill(there, target, data, range(2 * SLOT, 3 * SLOT, SLOT))
+        # The third went into the first slot, so the first copy was waited for; the second was not.
+        assert device.streams[0].done == 2
+    assert torch.equal(target, data)
+
+
+def test_what_the_caller_has_put_into_its_own_stream_comes_first() -> None:
+    device = LateDevice()
+    target = torch.zeros(SLOT, dtype=torch.uint8)
+    device.consumers.run(lambda: target.fill_(7))  # what initialises the parameter is still on its way
+    data = numbers(SLOT)
+    with stage(device) as there:
+        fill(there, target, data)
+    device.consumers.record().synchronize()
+    assert torch.equal(target, data)
+
+
+@pytest.mark.parametrize(
+    ("owner", "wait"),
+    [(Slot, "wait_until_free"), (staging._Lane, "synchronize"), (LateStream, "wait")],
+    ids=["for a slot", "at the end", "for the caller's stream"],
+)
+def test_each_wait_is_needed(owner: type, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in is strict enough to notice: without any one of them the values are wrong."""
+    device = LateDevice()
+    data, target = numbers(6 * SLOT), torch.zeros(6 * SLOT, dtype=torch.uint8)
+    device.consumers.run(lambda: target.fill_(7))
+    monkeypatch.setattr(owner, wait, lambda *args: None)
+    with stage(device) as there:
+        fill(there, target, data)
+    device.consumers.record().synchronize()
+    assert not torch.equal(target, data)
+
+
+def test_work_that_is_not_read_from_a_slot_is_done_when_it_returns() -> None:
+    target = torch.zeros(4)
+    with stage(LateDevice()) as there:
+        there.run(CPU, lambda: target.fill_(3))
+        assert target.tolist() == [3, 3, 3, 3]
+
+
+def test_a_read_that_fails_leaves_what_came_before_in_order() -> None:
+    data, target = numbers(2 * SLOT), torch.zeros(2 * SLOT, dtype=torch.uint8)
+    with pytest.raises(OSError, match="the disk"), stage(LateDevice()) as there:  # noqa: PT012 -- all of it is the test
+        fill(there, target, data, range(0, SLOT, SLOT))
+        with there.slot() as slot:
+            slot.view(SLOT)[:] = data[SLOT:].numpy().tobytes()
+            slot.upload(0, target[SLOT:])
+            raise OSError("the disk is gone")
+    assert torch.equal(target, data)
+
+
+def test_memory_is_accounted_for_and_given_back() -> None:
+    device, account = LateDevice(), Account()
+    target = torch.zeros(20 * SLOT, dtype=torch.uint8)
+    with stage(device, account) as there:
+        assert account.now == 0
+        fill(there, target, numbers(SLOT))
+        assert account.now == SLOT  # what is not needed is not taken
+        fill(there, target, numbers(20 * SLOT))
+        assert account.now == staging.SLOTS * SLOT
+        cast(there, torch.zeros(1), torch.ones(1))
+        assert account.now == account.most == (staging.SLOTS + 1) * SLOT
+        assert device.released == 0
+    assert account.now == 0
+    assert device.released == 1
+
+
+def test_the_caches_of_others_are_left_alone_where_nothing_was_staged() -> None:
+    device = LateDevice()
+    with stage(device):
+        pass
+    assert device.released == 0
+
+
+def test_without_page_locked_memory_the_values_are_right_and_it_is_told_once() -> None:
+    class Poor(LateDevice):
+        def page_locked(self, nbytes: int) -> torch.Tensor:
+            raise RuntimeError("CUDA error: out of memory. Something about kernels.\nSecond line")
+
+    data, target = numbers(5 * SLOT), torch.zeros(5 * SLOT, dtype=torch.uint8)
+    with stage(Poor()) as there:
+        fill(there, target, data)
+    assert torch.equal(target, data)
+    assert len(there.notes) == 1
+    assert "no page-locked memory to be had (CUDA error: out of memory)" in there.notes[0]
+
+
+def test_too_little_memory_on_the_device_is_our_error() -> None:
+    class Full(LateStream):
+        def allocate(self, nbytes: int) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64 bytes.")
+
+    class FullDevice(LateDevice):
+        def stream(self) -> LateStream:
+            self.streams.append(Full())
+            return self.streams[-1]
+
+    with pytest.raises(LoadError, match=f"not enough memory on cpu for {SLOT} bytes"), stage(FullDevice()) as there:
+        cast(there, torch.zeros(9), torch.ones(9))
+
+
+def test_a_lack_of_device_memory_says_where_and_another_error_stays_as_it_is() -> None:
+    where = torch.device("cuda", 1)
+    with pytest.raises(LoadError) as caught, enough_device_memory(where, "tensor 'w', which takes 8 bytes", tensor="w"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "not enough memory on cuda:1 for tensor 'w', which takes 8 bytes" in str(caught.value)
+    assert caught.value.tensor == "w"
+    assert "device_map" in str(caught.value)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"), enough_device_memory(where, "something"):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def test_a_device_that_fails_does_not_hide_the_first_error() -> None:
+    class Broken(LateDevice):
+        def stream(self) -> LateStream:
+            stream = super().stream()
+            stream.run(self._fail)
+            return stream
+
+        def _fail(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    target = torch.zeros(SLOT, dtype=torch.uint8)
+    with pytest.raises(OSError, match="the disk"), stage(Broken()) as there:  # noqa: PT012 -- all of it is the test
+        fill(there, target, numbers(SLOT))
+        raise OSError("the disk is gone")
+    with pytest.raises(RuntimeError, match="illegal memory access"), stage(Broken()) as there:
+        fill(there, target, numbers(SLOT))
+
+
+# ------------------------------------------------------------------ what this machine has
+
+
+def test_memory_of_the_host_is_written_directly() -> None:
+    assert device_for(CPU) is None
+    assert device_for(torch.device("meta")) is None
+    assert isinstance(device_for(torch.device("cuda", 1)), Accelerator)
+
+
+@pytest.mark.parametrize("device", ["cuda:4096", "mps:7", 4096, "cudda", "cpu:x", True, None, object()])
+def test_a_device_that_is_not_here_is_named_with_those_that_are(device: object) -> None:
+    with pytest.raises(ConfigError, match=r"this machine has cpu") as caught:
+        usable_device(device)
+    assert str(device) in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", CPU])
+def test_the_cpu_is_always_here(device: torch.device | str) -> None:
+    assert usable_device(device) == CPU
