@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from weightloaders import ByteSource, Convert, Extent, LoadPlan, TensorInfo, Weights, open_weights, plan_load
-from weightloaders.transfer import engine
 from weightloaders.transfer.jobs import STRAIGHT_CHUNK
 from weightloaders.transfer.workspace import BUFFER_BYTES
+from weightloaders.weights import habits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -134,7 +134,7 @@ PARTS = ("straight", "buffered", "assembled", "computed", "handed_over")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_forecast_is_what_it_takes(case: str, on_meta: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # On one thread it is known which buffers are taken, so that the bound can be held to be a close one.
-    monkeypatch.setattr(engine, "MAX_THREADS", 1)
+    monkeypatch.setenv("WEIGHTLOADERS_STORAGE", "rotational")
     make, stored, rule, path = CASES[case]
     source = CountingSource(bytes(sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in stored)))
     model = module(w=make().to("meta") if on_meta else make())
@@ -145,7 +145,8 @@ def test_what_is_forecast_is_what_it_takes(case: str, on_meta: bool, monkeypatch
     assert plan.forecast.extra_memory <= 2 * report.extra_memory
 
 
-def test_small_pieces_are_counted_with_the_gaps_that_are_read_with_them() -> None:
+def test_small_pieces_are_counted_with_the_gaps_that_are_read_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTLOADERS_STORAGE", "local")
     source = CountingSource(bytes(4 * MIB))
     model = module(w=torch.zeros(1000, 100))
     plan = plan_load(model, catalogue(source, ("w", F32, (1000, 1000))), rules=[CASES["a part of it"][2]])
@@ -192,7 +193,8 @@ def test_parts_for_a_parameters_own_loader_are_told() -> None:
 
 
 def test_buffers_of_all_threads_are_in_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_usable_processors", lambda: 3)
+    monkeypatch.setattr(habits, "usable_processors", lambda: 3)
+    monkeypatch.setenv("WEIGHTLOADERS_STORAGE", "local")
     source = CountingSource(bytes(24 * MIB))
     model = module(w=torch.zeros(12 * MIB))
     plan = plan_load(model, catalogue(source, ("w", BF16, (12 * MIB,))))
@@ -225,7 +227,9 @@ def test_of_a_stream_nothing_is_known_beforehand() -> None:
     assert (LoadPlan().bytes_to_read, LoadPlan().forecast.reads) == (0, 0)
 
 
-def test_a_model_of_terabytes_on_meta_is_forecast_from_headers_alone() -> None:
+def test_a_model_of_terabytes_on_meta_is_forecast_from_headers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTLOADERS_STORAGE", "local")
+
     class Endless(CountingSource):
         @property
         def size(self) -> int:
@@ -239,7 +243,7 @@ def test_a_model_of_terabytes_on_meta_is_forecast_from_headers_alone() -> None:
     assert plan.forecast.straight == 4 << 40
     assert plan.forecast.buffered == 4 << 30
     assert plan.forecast.reads == (4 << 40) // STRAIGHT_CHUNK + (4 << 30) // BUFFER_BYTES
-    assert plan.forecast.extra_memory <= engine.MAX_THREADS * BUFFER_BYTES
+    assert plan.forecast.extra_memory <= 4 * BUFFER_BYTES
     assert source.reads == 0
 
 

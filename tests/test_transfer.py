@@ -22,8 +22,8 @@ from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.mapping.placement import placement
 from weightloaders.plan import CallStep, ComputeStep, CopyStep
 from weightloaders.targets import Target
-from weightloaders.transfer import engine, jobs, workspace
-from weightloaders.transfer.engine import MAX_THREADS, ProgressEvent, Transfer
+from weightloaders.transfer import jobs, workspace
+from weightloaders.transfer.engine import ProgressEvent, Transfer
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.source import ByteSource, FileSource
 
@@ -94,9 +94,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a.detach()) == bytes_of(b.detach())
 
 
+# Sources that are no files are read on as many threads as a network is.
+THREADS = 16
+
+
 def small_limits(monkeypatch: pytest.MonkeyPatch, buffer: int = 64, chunk: int = 100, small: int = 24) -> None:
     """Limits so small that a tensor of a few hundred bytes meets them all."""
-    monkeypatch.setattr(jobs, "BUFFER_BYTES", buffer)
     monkeypatch.setattr(workspace, "BUFFER_BYTES", buffer)
     monkeypatch.setattr(jobs, "STRAIGHT_CHUNK", chunk)
     monkeypatch.setattr(jobs, "_SMALL", small)
@@ -691,7 +694,7 @@ def test_the_other_threads_stop_when_one_fails(tmp_path: Path, monkeypatch: pyte
     info = TensorInfo("w", torch.float32, (100_000,), Extent(counted, 0))
     with pytest.raises(LoadError, match="gone"):
         Transfer([whole(info, torch.zeros(100_000))]).run()
-    assert len(counted.reads) <= 5 + 2 * MAX_THREADS
+    assert len(counted.reads) <= 5 + 2 * THREADS
     assert not any(thread.name.startswith("weightloaders") for thread in threading.enumerate())
 
 
@@ -802,11 +805,11 @@ def test_buffers_are_bounded_whatever_the_size_of_a_tensor(tmp_path: Path, monke
     parameter = torch.zeros(100_000, dtype=torch.bfloat16)
     moved = Transfer([whole(stored(tmp_path / "f", expected), parameter)]).run()
     assert same(parameter, expected.bfloat16())
-    assert 0 < moved.extra_memory <= MAX_THREADS * 1024
+    assert 0 < moved.extra_memory <= THREADS * 1024
 
 
 def test_files_are_read_from_front_to_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MAX_THREADS", 1)
+    monkeypatch.setenv("WEIGHTLOADERS_STORAGE", "rotational")
     expected = [values(50, seed=i) for i in range(6)]
     offsets = write(tmp_path / "f", *expected)
     counted = Counted(FileSource(tmp_path / "f"))

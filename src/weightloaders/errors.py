@@ -158,7 +158,15 @@ class UnsafeCheckpointError(SourceError, ValueError):
 
 
 class SourceReadError(SourceError, OSError):
-    """Bytes could not be read, or the file changed since it was catalogued."""
+    """Bytes could not be read, or the file changed since it was catalogued.
+
+    Attributes:
+        at: The byte at which reading failed; None where that isn't known.
+    """
+
+    def __init__(self, message: str, *, at: int | None = None, **where: Any) -> None:
+        super().__init__(message, **where)
+        self.at = at
 
 
 class RemoteReadError(SourceReadError):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from weightloaders.errors import LoadError, WeightLoadersError
+from weightloaders.errors import LoadError, SourceReadError, WeightLoadersError
 from weightloaders.plan import Step, step_infos, step_targets
-from weightloaders.transfer.jobs import Job, jobs_of
+from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.memory import bump_versions, is_dense
-from weightloaders.transfer.workspace import Workspace
+from weightloaders.transfer.options import TransferOptions
+from weightloaders.transfer.schedule import Schedule
+from weightloaders.transfer.workspace import Stopped, Workspace
+from weightloaders.weights.habits import habits_of
 from weightloaders.weights.source import FileSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-# More threads than this defeat the read-ahead of a cold disk, and gain nothing on a warm one.
-MAX_THREADS = 4
+    from weightloaders.transfer.job import Job
+    from weightloaders.weights.habits import Habits
+    from weightloaders.weights.source import ByteSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +36,18 @@ class ProgressEvent:
         done_bytes: Bytes read so far.
         total_bytes: Bytes to read in all; 0 where that is not known beforehand (a stream).
         file: The file that was read last.
+        seconds: Since the first byte was asked for.
     """
 
     done_bytes: int
     total_bytes: int
     file: str | None = None
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bytes read in a second so far; 0 where no time has passed."""
+        return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass(slots=True)
@@ -47,6 +58,7 @@ class Transferred:
         bytes_read: Bytes read.
         bytes_by_path: The same by how they got where they belong: ``straight`` into the parameters' memory,
             ``buffered``, ``assembled`` beside the parameter, ``computed``, ``handed over``.
+        reads: In how many positioned reads.
         extra_memory: Most bytes held at one time beside the model.
         infinities: Parameters in which a cast made new infinities.
         written: Names of the parameters that were written to.
@@ -55,6 +67,7 @@ class Transferred:
 
     bytes_read: int = 0
     bytes_by_path: dict[str, int] = field(default_factory=dict)
+    reads: int = 0
     extra_memory: int = 0
     infinities: list[str] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
@@ -66,6 +79,7 @@ class Transfer:
 
     Args:
         steps: What to do.
+        options: How.
         progress: Called after each chunk, from any thread but never from two at once.
         handed: Told of each tensor that goes to foreign code.
     """
@@ -74,15 +88,19 @@ class Transfer:
         self,
         steps: Sequence[Step],
         *,
+        options: TransferOptions | None = None,
         progress: Callable[[ProgressEvent], object] | None = None,
         handed: Callable[[str, torch.Tensor], object] | None = None,
     ) -> None:
         self._steps = steps
         self._progress = progress
-        self._space = Workspace(handed)
+        options = options or TransferOptions()
+        self._sources = sources_of(steps)
+        self._habits = habits_for(self._sources, options)
+        self._space = Workspace(handed, options.extra_memory, self._habits.threads)
         self._total = 0
+        self._start = 0.0
         self._lock = threading.Lock()
-        self._stop = threading.Event()
         self._result = Transferred()
 
     def run(self) -> Transferred:
@@ -92,12 +110,12 @@ class Transfer:
             LoadError: If anything fails; ``written`` names the parameters that were touched.
             KeyboardInterrupt: After the threads have stopped.
         """
+        self._start = time.perf_counter()
         try:
             self._check_memory()
-            jobs = [job for step in self._steps for job in jobs_of(step, self._space)]
-            jobs.sort(key=lambda job: (job.file, job.offset))
+            jobs = jobs_of(self._steps, self._space)
             self._total = sum(job.nbytes for job in jobs)
-            self._advance(0)
+            self._advance(None)
             self._run_pooled([job for job in jobs if job.pooled])
             # Code of others (a loader's `read`, a rule's function) runs here, one at a time, on the caller's thread.
             for job in jobs:
@@ -127,64 +145,87 @@ class Transfer:
     def _run_pooled(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        threads = threads_for(jobs)
-        left = iter(jobs)
+        threads = min(self._habits.threads, len(jobs))
+        schedule = Schedule(jobs)
         with ThreadPoolExecutor(threads, "weightloaders") as pool:
-            pending = {pool.submit(self._work_off, left) for _ in range(threads)}
+            pending = {pool.submit(self._work_off, schedule) for _ in range(threads)}
             try:
                 while pending:
                     # A wait with a limit lets Ctrl-C through.
                     done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
                     for future in done:
                         future.result()
-            finally:
-                # After an error or Ctrl-C the threads stop at their next job; done, there is none left.
-                self._stop.set()
-        self._stop.clear()
+            except BaseException:
+                # The threads stop at their next job.
+                self._space.stop()
+                raise
 
-    def _work_off(self, jobs: Iterator[Job]) -> None:
+    def _work_off(self, schedule: Schedule) -> None:
+        file = None
         with _single_threaded_torch:
-            while not self._stop.is_set():
-                with self._lock:
-                    job = next(jobs, None)
+            while not self._space.stopped:
+                job = schedule.next(file)
                 if job is None:
                     return
                 try:
                     self._do(job)
+                except Stopped:
+                    return
                 except BaseException:
-                    self._stop.set()
+                    self._space.stop()
                     raise
+                file = job.file
 
     def _do(self, job: Job) -> None:
-        name = job.targets[0].name
         with self._lock:
-            self._result.written.update(target.name for target in job.targets)
+            new = [target.name for target in job.targets if target.name not in self._result.written]
+            self._result.written.update(new)
         try:
-            # Both are a thread's own. A parameter made in inference mode can be written only in it.
-            inference = torch.inference_mode(job.targets[0].tensor.is_inference())
-            with self._space.holding(job.held), inference, torch.no_grad():
+            with self._space.holding(job.held):
                 job.work()
-        except WeightLoadersError as error:
+        except Stopped:
+            raise
+        except SourceReadError as error:
+            name = self._stopped_at(job, error.at, new)
             error.tensor = error.tensor or name
             raise
+        except WeightLoadersError as error:
+            error.tensor = error.tensor or job.targets[0].name
+            raise
         except MemoryError as error:
+            name = job.targets[0].name
             raise LoadError(f"there is not enough memory to read {name}", tensor=name, file=job.file or None) from error
         except Exception as error:
+            name = job.targets[0].name
             raise LoadError(
                 f"filling {name} failed: {type(error).__name__}: {error}", tensor=name, file=job.file or None
             ) from error
-        self._advance(job.nbytes, job.path, job.file or None)
+        self._advance(job)
 
-    def _advance(self, nbytes: int, path: str = "", file: str | None = None) -> None:
+    def _stopped_at(self, job: Job, at: int | None, new: Iterable[str]) -> str:
+        """The target that a job was reading when it failed; those behind it were not touched."""
+        if at is None or not job.starts:
+            return job.targets[0].name
+        reached = [target for target, start in zip(job.targets, job.starts, strict=True) if start <= at]
+        names = {target.name for target in reached}
         with self._lock:
-            self._result.bytes_read += nbytes
-            if nbytes:
-                by_path = self._result.bytes_by_path
-                by_path[path] = by_path.get(path, 0) + nbytes
+            self._result.written.difference_update(name for name in new if name not in names)
+        return (reached or job.targets)[-1].name
+
+    def _advance(self, job: Job | None) -> None:
+        with self._lock:
+            if job is not None:
+                self._result.bytes_read += job.nbytes
+                self._result.reads += job.reads
+                if job.nbytes:
+                    by_path = self._result.bytes_by_path
+                    by_path[job.path] = by_path.get(job.path, 0) + job.nbytes
             if self._progress is None:
                 return
+            seconds = time.perf_counter() - self._start
+            file = job.file or None if job is not None else None
             try:
-                self._progress(ProgressEvent(self._result.bytes_read, self._total, file))
+                self._progress(ProgressEvent(self._result.bytes_read, self._total, file, seconds))
             except WeightLoadersError:
                 raise
             except Exception as error:
@@ -194,10 +235,21 @@ class Transfer:
                 ) from error
 
     def _check_sources(self) -> None:
-        sources = {e.source.name: e.source for step in self._steps for info in step_infos(step) for e in info.extents}
-        for source in sources.values():
+        for source in self._sources:
             if isinstance(source, FileSource):
                 source.check_unchanged()
+
+
+def sources_of(steps: Iterable[Step]) -> list[ByteSource]:
+    """What these steps read from, each once."""
+    sources = {e.source.name: e.source for step in steps for info in step_infos(step) for e in info.extents}
+    return list(sources.values())
+
+
+def habits_for(sources: Iterable[ByteSource], options: TransferOptions) -> Habits:
+    """How these are read with these options."""
+    habits = habits_of(sources, options.storage)
+    return habits if options.threads is None else replace(habits, threads=options.threads)
 
 
 class _SingleThreadedTorch:
@@ -226,12 +278,3 @@ class _SingleThreadedTorch:
 
 
 _single_threaded_torch = _SingleThreadedTorch()
-
-
-def threads_for(jobs: Sequence[Job]) -> int:
-    """On how many threads jobs are done that any thread may do."""
-    return min(_usable_processors(), MAX_THREADS, len(jobs))
-
-
-def _usable_processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import LoadError
 from weightloaders.mapping.placement import is_empty
 from weightloaders.plan import CopyStep, Forecast
-from weightloaders.transfer.engine import threads_for
+from weightloaders.transfer.engine import habits_for, sources_of
 from weightloaders.transfer.jobs import jobs_of
-from weightloaders.transfer.workspace import BUFFER_BYTES, Workspace
+from weightloaders.transfer.options import TransferOptions
+from weightloaders.transfer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightloaders.plan import Step
-    from weightloaders.transfer.jobs import Job
+    from weightloaders.transfer.job import Job
 
 
 def forecast(steps: Sequence[Step]) -> Forecast:
@@ -28,11 +27,10 @@ def forecast(steps: Sequence[Step]) -> Forecast:
         steps: The steps. Targets on meta are thought of as on the CPU. One that does not make up its target is never
             carried out, and takes nothing.
     """
-    space = Workspace()
-    jobs: list[Job] = []
-    for step in steps:
-        with contextlib.suppress(LoadError):
-            jobs.extend(jobs_of(step, space))
+    options = TransferOptions()
+    threads = habits_for(sources_of(steps), options).threads
+    space = Workspace(extra_memory=options.extra_memory, threads=threads)
+    jobs = jobs_of(steps, space, unfit=lambda _: None)
     by_path: dict[str, int] = defaultdict(int)
     for job in jobs:
         by_path[job.path] += job.nbytes
@@ -49,16 +47,18 @@ def forecast(steps: Sequence[Step]) -> Forecast:
         handed_over=by_path["handed over"],
         contiguous=contiguous,
         strided=len(pieces) - contiguous,
-        extra_memory=_extra_memory(jobs),
+        extra_memory=_extra_memory(jobs, threads, space.buffer_bytes, options.extra_memory),
     )
 
 
-def _extra_memory(jobs: Sequence[Job]) -> int:
-    """The most that is held at one time: as if the jobs that hold most met on all threads."""
+def _extra_memory(jobs: Sequence[Job], threads: int, buffer: int, limit: int) -> int:
+    """The most that is held at one time: as if the jobs that hold most met on all threads, and there was room."""
     pooled = [job for job in jobs if job.pooled]
     alone = [job for job in jobs if not job.pooled]
-    threads = threads_for(pooled)
-    at_once = sum(heapq.nlargest(threads, (job.held for job in pooled)))
+    threads = min(threads, len(pooled))
     # A thread keeps its buffer until all is done; the caller's own thread may have one, too.
-    buffers = min(threads, sum(job.buffers for job in pooled)) + any(job.buffers for job in alone)
-    return buffers * BUFFER_BYTES + max([at_once, *(job.held for job in alone)])
+    buffers = buffer * (min(threads, sum(job.buffers for job in pooled)) + any(job.buffers for job in alone))
+    most = heapq.nlargest(threads, (job.held for job in pooled))
+    # One job alone may hold more than there is room for; others wait then.
+    at_once = min(sum(most), max([limit - buffers, *most[:1]]))
+    return buffers + max([at_once, *(job.held for job in alone)])

@@ -1,36 +1,31 @@
 """From the steps of a plan to jobs: which bytes are read into which memory, and what becomes of them on the way.
 
 A piece whose bytes lie in the source as they are to lie in the parameter is read straight into the parameter's memory.
-What is to be cast, or is scattered in small pieces, goes through a small buffer. What has no raw bytes in one run is
-read whole; a parameter whose own memory is not in row-major order is put together beside it and copied.
+What is to be cast, or is scattered in small pieces, goes through a small buffer. What has no raw bytes is read whole;
+a parameter whose own memory is not in row-major order is put together beside it, a few rows at a time, and copied.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import defaultdict
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from weightloaders.errors import LoaderContractError, LoadError
-from weightloaders.mapping.dtypes import may_cast
+from weightloaders.errors import LoadError
+from weightloaders.mapping.composing import TooManyPlacements, compose, restrict
 from weightloaders.mapping.placement import Constant, Placement, Source, is_empty, placement
-from weightloaders.plan import (
-    CallStep,
-    ComputeStep,
-    CopyStep,
-    Step,
-    makes_up_its_target,
-    single_run,
-    step_infos,
-    step_targets,
-)
+from weightloaders.plan import CallStep, CopyStep, Step, makes_up_its_target, single_run
+from weightloaders.transfer.foreign import call, compute, place_of, taken_by
+from weightloaders.transfer.job import Job, Piece
 from weightloaders.transfer.memory import is_dense, is_plain
-from weightloaders.transfer.workspace import BUFFER_BYTES
-from weightloaders.weights.reading import memory_of, native_order, read_tensor
+from weightloaders.transfer.merging import merged
+from weightloaders.transfer.workspace import writing
+from weightloaders.weights.info import contiguous_strides
+from weightloaders.weights.reading import native_order, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,66 +36,55 @@ if TYPE_CHECKING:
 
 STRAIGHT_CHUNK = 16 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Pieces smaller than this are read together with what lies between them: a read of their own costs more than that.
+# Pieces smaller than this are read together with what lies between them: a view of its own costs more than that.
 _SMALL = 64 << 10
 _MAX_GAP = 256 << 10
 
-# How bytes get where they belong.
-Path = Literal["straight", "buffered", "assembled", "computed", "handed over"]
 
+def jobs_of(
+    steps: Iterable[Step], space: Workspace, *, unfit: Callable[[LoadError], object] | None = None
+) -> list[Job]:
+    """The jobs of all steps, in the order of file and offset.
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One thing for a thread to do.
-
-    Attributes:
-        file: What it reads.
-        offset: Where it starts to read; jobs are done in the order of file and offset.
-        nbytes: How much it reads.
-        targets: What it writes.
-        work: Does it.
-        path: How its bytes get where they belong.
-        reads: In how many positioned reads.
-        held: Memory that it holds meanwhile, in bytes; beside the thread's own buffer.
-        pooled: Whether any thread may do it; else it runs code of others, and is done on the caller's thread.
-        buffers: Whether it takes the thread's own buffer.
-    """
-
-    file: str
-    offset: int
-    nbytes: int
-    targets: tuple[Target, ...]
-    work: Callable[[], object]
-    path: Path
-    reads: int = 1
-    held: int = 0
-    pooled: bool = True
-    buffers: bool = False
-
-
-def jobs_of(step: Step, space: Workspace) -> Iterable[Job]:
-    """The jobs of a step. What is on meta is thought of as on the CPU: its jobs can be told, and not be done.
+    Args:
+        steps: The steps. What is on meta is thought of as on the CPU: its jobs can be told, and not be done.
+        space: What the jobs share.
+        unfit: Told of a step that does not fit its target, which then has no jobs.
 
     Raises:
-        LoadError: If the step does not fit its target as it is now; nothing was touched.
+        LoadError: If a step does not fit its target as it is now; nothing was touched.
     """
+    pieces: list[Piece] = []
+    jobs: list[Job] = []
+    for step in steps:
+        try:
+            _sort_out(_of_step(step, space), pieces, jobs)
+        except LoadError as error:
+            if unfit is None:
+                raise
+            unfit(error)
+    jobs += merged(pieces, STRAIGHT_CHUNK, space)
+    jobs.sort(key=_position)
+    return jobs
+
+
+def _position(job: Job) -> tuple[str, int]:
+    return job.file, job.offset
+
+
+def _sort_out(found: Iterable[Piece | Job], pieces: list[Piece], jobs: list[Job]) -> None:
+    for part in found:
+        if isinstance(part, Piece):
+            pieces.append(part)
+        else:
+            jobs.append(part)
+
+
+def _of_step(step: Step, space: Workspace) -> Iterable[Piece | Job]:
     if isinstance(step, CopyStep):
         _check_placements(step)
         return _copying(step, space)
-    infos, targets = step_infos(step), step_targets(step)
-    nbytes, reads, held = (sum(count) for count in zip(*map(_taken_by, infos), strict=True)) if infos else (0, 0, 0)
-    place = _place(infos)
-    if isinstance(step, CallStep):
-        work = functools.partial(_call, step, space)
-        return [Job(*place, nbytes, tuple(targets), work, "handed over", reads, held, pooled=False)]
-    held += sum(target.tensor.numel() * target.dtype.itemsize for target in targets)
-    compute = functools.partial(_compute, step, space)
-    return [Job(*place, nbytes, tuple(targets), compute, "computed", reads, held, pooled=False)]
-
-
-def _taken_by(info: TensorInfo) -> tuple[int, int, int]:
-    """What reading a tensor whole takes: bytes, positioned reads, memory."""
-    return info.bytes_stored, sum(0 not in (extent.shape or ()) for extent in info.extents), info.nbytes
+    return [call(step, space) if isinstance(step, CallStep) else compute(step, space)]
 
 
 def _check_placements(step: CopyStep) -> None:
@@ -113,28 +97,11 @@ def _check_placements(step: CopyStep) -> None:
         )
 
 
-# ------------------------------------------------------------------ copying
-
-
-def _copying(step: CopyStep, space: Workspace) -> Iterator[Job]:
+def _copying(step: CopyStep, space: Workspace) -> Iterable[Piece | Job]:
     tensor = step.target.tensor
     if is_plain(tensor) and tensor.is_contiguous():
-        yield from _into_rows(step, step.target, space)
-    elif tensor.numel():
-        without_memory = torch.empty(tensor.shape, dtype=_dtype(step.target), device="meta")
-        jobs = list(_into_rows(step, replace(step.target, tensor=without_memory), space))
-        yield Job(
-            *_place(step.sources),
-            sum(job.nbytes for job in jobs),
-            (step.target,),
-            functools.partial(_assemble, step, space),
-            "assembled",
-            sum(job.reads for job in jobs),
-            without_memory.nbytes + max((job.held for job in jobs), default=0),
-            # Classes of others run code of others.
-            pooled=is_plain(tensor) and all(info.is_raw for info in step.sources),
-            buffers=any(job.buffers for job in jobs),
-        )
+        return _into_rows(step, step.target, space)
+    return _in_blocks(step, space) if tensor.numel() else []
 
 
 def _dtype(target: Target) -> torch.dtype:
@@ -142,47 +109,154 @@ def _dtype(target: Target) -> torch.dtype:
     return target.dtype if target.tensor.is_meta else target.tensor.dtype
 
 
-def _assemble(step: CopyStep, space: Workspace) -> None:
-    """Put a tensor together in row-major order, and let `copy_` see to how the parameter itself is laid out."""
-    target = step.target
-    whole = torch.empty(target.shape, dtype=target.tensor.dtype, device="cpu")
-    for job in _into_rows(step, replace(target, tensor=whole), space):
-        job.work()
-    target.tensor.copy_(whole)
+# ------------------------------------------------------------------ into memory that is not in row-major order
 
 
-def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Job]:
-    """Into memory in row-major order."""
-    by_source: dict[Source, list[Placement]] = defaultdict(list)
-    for placed in step.placements:
-        if not is_empty(placed):
-            by_source[placed.source].append(placed)
-    for source, parts in by_source.items():
+def _in_blocks(step: CopyStep, space: Workspace) -> Iterator[Job]:
+    """Put a tensor together in row-major order, a block at a time; `copy_` sees to how the parameter is laid out."""
+    tensor = step.target.tensor
+    # Classes of others run code of others, and only they know what their blocks are.
+    pooled = is_plain(tensor) and all(info.is_raw for info in step.sources)
+    for start, size in _blocks(tensor.shape, space.buffer_bytes // _dtype(step.target).itemsize if pooled else None):
+        try:
+            placements = restrict(step.placements, tensor.shape, start, size)
+        except TooManyPlacements:
+            yield _block_job(step, step.placements, [0] * tensor.dim(), list(tensor.shape), space, pooled=pooled)
+            return
+        yield _block_job(step, placements, start, size, space, pooled=pooled)
+
+
+def _blocks(shape: Sequence[int], most: int | None) -> Iterator[tuple[list[int], list[int]]]:
+    """Boxes of at most so many elements (one is the least) that make up a tensor: where each starts, and its size."""
+    cut = 0
+    while most is not None and cut < len(shape) and math.prod(shape[cut + 1 :]) > most:
+        cut += 1
+    if most is None or cut == len(shape) or math.prod(shape) <= most:
+        cut, rows = 0, max(shape[:1], default=1)
+    else:
+        rows = max(1, most // max(1, math.prod(shape[cut + 1 :])))
+    for outer in itertools.product(*(range(n) for n in shape[:cut])):
+        for at in range(0, shape[cut] if shape else 1, rows):
+            if not shape:
+                yield [], []
+                continue
+            rest = shape[cut + 1 :]
+            yield [*outer, at, *(0 for _ in rest)], [*(1 for _ in outer), min(rows, shape[cut] - at), *rest]
+
+
+def _block_job(
+    step: CopyStep,
+    placements: Sequence[Placement],
+    start: Sequence[int],
+    size: Sequence[int],
+    space: Workspace,
+    *,
+    pooled: bool,
+) -> Job:
+    def inner(memory: torch.Tensor) -> list[Job]:
+        pieces: list[Piece] = []
+        jobs: list[Job] = []
+        block = replace(step, target=replace(step.target, tensor=memory), placements=tuple(placements))
+        _sort_out(_into_rows(block, block.target, space), pieces, jobs)
+        return [*jobs, *merged(pieces, STRAIGHT_CHUNK, space)]
+
+    def assemble() -> None:
+        tensor = step.target.tensor
+        whole = torch.empty(tuple(size), dtype=tensor.dtype, device="cpu")
+        for job in inner(whole):
+            space.check_stop()
+            job.work()
+        with writing(tensor):
+            destination = tensor.detach() if is_plain(tensor) else tensor
+            for dim, (at, count) in enumerate(zip(start, size, strict=True)):
+                if count != destination.shape[dim]:
+                    destination = destination.narrow(dim, at, count)
+            destination.copy_(whole)
+
+    # Told by the jobs for memory that is not there.
+    told = inner(torch.empty(tuple(size), dtype=_dtype(step.target), device="meta"))
+    return Job(
+        *place_of(step.sources),
+        sum(job.nbytes for job in told),
+        (step.target,),
+        assemble,
+        "assembled",
+        sum(job.reads for job in told),
+        math.prod(size) * _dtype(step.target).itemsize + max((job.held for job in told), default=0),
+        pooled=pooled,
+        buffers=any(job.buffers for job in told),
+    )
+
+
+# ------------------------------------------------------------------ into memory in row-major order
+
+
+def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:
+    for source, parts in _by_source(step.placements).items():
         if isinstance(source, Constant):
             yield Job("", 0, 0, (target,), functools.partial(_fill, source.value, parts, target), "straight", 0)
         if not isinstance(source, int):
             continue
         info = step.sources[source]
-        extent = single_run(info)
-        if extent is None:
-            nbytes, reads, held = _taken_by(info)
+        runs = _runs_of(info, parts)
+        if runs is None:
+            nbytes, reads, held = taken_by(info)
             # Boxes are read one by one and put together.
             held += max((extent.length for extent in info.extents), default=0)
             work = functools.partial(_whole, info, parts, target, space)
-            yield Job(*_place([info]), nbytes, (target,), work, "assembled", reads, held, pooled=info.is_raw)
+            yield Job(*place_of([info]), nbytes, (target,), work, "assembled", reads, held, pooled=info.is_raw)
             continue
-        straight = [p for p in parts if _reads_straight(p, len(parts), info, extent, target)]
-        for placed in straight:
-            yield from _straight(placed, extent, target)
-        if len(straight) < len(parts):
-            rest = [p for p in parts if p not in straight] if straight else parts
-            yield from _through_buffer(info, rest, extent, target, space)
+        for extent, copies in runs:
+            straight = [p for p in copies if _reads_straight(p, len(copies), info, extent, target)]
+            for placed in straight:
+                yield from _straight(placed, extent, target)
+            if len(straight) < len(copies):
+                rest = [p for p in copies if p not in straight] if straight else copies
+                yield from _through_buffer(info, rest, extent, target, space)
+
+
+def _by_source(placements: Sequence[Placement]) -> dict[Source, list[Placement]]:
+    if len(placements) == 1:
+        return {placements[0].source: [*placements]} if not is_empty(placements[0]) else {}
+    found: dict[Source, list[Placement]] = {}
+    for placed in placements:
+        if not is_empty(placed):
+            found.setdefault(placed.source, []).append(placed)
+    return found
+
+
+def _runs_of(info: TensorInfo, parts: list[Placement]) -> list[tuple[Extent, list[Placement]]] | None:
+    """The extents that copies out of a tensor read, each with the same copies out of the extent itself.
+
+    None where a tensor has no raw bytes, or the way through its extents is too odd to be told in a few copies.
+    """
+    extent = single_run(info)
+    if extent is not None:
+        return [(extent, parts)]
+    if not info.is_raw:
+        return None
+    steps = contiguous_strides(info.shape)
+    runs = []
+    try:
+        for extent in info.extents:
+            box, at = extent.shape or (), extent.at or ()
+            if 0 in box:
+                continue
+            first = sum(index * step for index, step in zip(at, steps, strict=True))
+            layer = placement(0, 0, first, zip(box, extent.strides or (), steps, strict=True))
+            copies = [found for part in parts for found in compose([layer], part)[0]]
+            if copies:
+                runs.append((extent, copies))
+    except TooManyPlacements:
+        return None
+    return runs
 
 
 def _fill(value: float, parts: Sequence[Placement], target: Target) -> None:
     flat = target.tensor.detach().view(-1)
-    for placed in parts:
-        strided(flat, placed, 2, 0).fill_(value)
+    with writing(target.tensor):
+        for placed in parts:
+            strided(flat, placed, 2, 0).fill_(value)
 
 
 def _reads_straight(placed: Placement, parts: int, info: TensorInfo, extent: Extent, target: Target) -> bool:
@@ -198,36 +272,32 @@ def _takes_bytes(tensor: torch.Tensor) -> bool:
     return is_dense(tensor) or (tensor.is_meta and is_plain(tensor) and tensor.is_contiguous())
 
 
-def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Job]:
+def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Piece]:
     size = extent.stored_dtype.itemsize
+    if placed.is_contiguous:
+        count = placed.dims[0][0] if placed.dims else 1
+        offset = extent.offset + placed.source_start * size
+        yield Piece(extent.source, offset, count * size, target, placed.target_start * size)
+        return
     # The innermost loop is the run, where it goes on side by side; else each element is one.
-    goes_on = bool(placed.dims) and placed.dims[-1][1:] == (1, 1)
+    goes_on = placed.dims[-1][1:] == (1, 1)
     *outer, (run, _, _) = placed.dims if goes_on else (*placed.dims, (1, 1, 1))
     for indices in itertools.product(*(range(count) for count, _, _ in outer)):
         steps = [(at * dim[1], at * dim[2]) for at, dim in zip(indices, outer, strict=True)]
         source = placed.source_start + sum(step for step, _ in steps)
         start = placed.target_start + sum(step for _, step in steps)
-        for at in range(0, run * size, STRAIGHT_CHUNK):
-            count = min(STRAIGHT_CHUNK, run * size - at)
-            offset = extent.offset + source * size + at
-            work = functools.partial(_read_straight, extent, offset, target, start * size + at, count)
-            yield Job(extent.source.name, offset, count, (target,), work, "straight")
-
-
-def _read_straight(extent: Extent, offset: int, target: Target, start: int, count: int) -> None:
-    extent.source.read_into(memory_of(target.tensor)[start : start + count], offset)
+        yield Piece(extent.source, extent.offset + source * size, run * size, target, start * size)
 
 
 def _through_buffer(
     info: TensorInfo, parts: Sequence[Placement], extent: Extent, target: Target, space: Workspace
-) -> Iterator[Job]:
+) -> Iterator[Piece]:
     size = extent.stored_dtype.itemsize
-    for start, end, inside in _spans(parts, BUFFER_BYTES // size, _MAX_GAP // size):
-        offset, count = extent.offset + start * size, end - start
-        work = functools.partial(_bounce, info, extent, (start, end), offset, inside, target, space)
+    for start, end, inside in _spans(parts, space.buffer_bytes // size, _MAX_GAP // size):
+        place = functools.partial(_place_span, info, extent, start, inside, target, space)
         # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
-        held = count * info.dtype.itemsize if info.dtype != extent.stored_dtype else 0
-        yield Job(extent.source.name, offset, count * size, (target,), work, "buffered", held=held, buffers=True)
+        held = (end - start) * info.dtype.itemsize if info.dtype != extent.stored_dtype else 0
+        yield Piece(extent.source, extent.offset + start * size, (end - start) * size, target, 0, place, size, held)
 
 
 def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:
@@ -273,19 +343,17 @@ def _cut(placed: Placement, limit: int, gap: int) -> Iterator[Placement]:
             yield chunk
 
 
-def _bounce(
+def _place_span(
     info: TensorInfo,
     extent: Extent,
-    span: tuple[int, int],
-    offset: int,
+    start: int,
     parts: Sequence[Placement],
     target: Target,
     space: Workspace,
+    stored: torch.Tensor,
 ) -> None:
-    start, end = span
-    buffer = space.buffer(end - start, extent.stored_dtype)
-    extent.source.read_into(memory_of(buffer), offset)
-    _spread(native_order(buffer, extent).to(info.dtype), start, parts, target, space)
+    values = native_order(stored.view(extent.stored_dtype), extent).to(info.dtype)
+    _spread(values, start, parts, target, space)
 
 
 def _whole(info: TensorInfo, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
@@ -296,8 +364,9 @@ def _whole(info: TensorInfo, parts: Sequence[Placement], target: Target, space: 
 def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
     """Copy parts of a source, of which ``values`` has the elements from ``start`` on, to where they belong."""
     flat = target.tensor.detach().view(-1)
-    for placed in parts:
-        _store(strided(values, placed, 1, start), strided(flat, placed, 2, 0), target, space)
+    with writing(target.tensor):
+        for placed in parts:
+            space.store(strided(values, placed, 1, start), strided(flat, placed, 2, 0), target.name)
 
 
 def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:
@@ -310,60 +379,3 @@ def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: i
         return view
     # torch turns no codes around (fp8, fp4, unsigned integers), but it does their bits.
     return view.view(_BITS.get(view.element_size(), view.dtype)).flip(backwards).view(view.dtype)
-
-
-def _store(values: torch.Tensor, destination: torch.Tensor, target: Target, space: Workspace) -> None:
-    destination.copy_(values)
-    space.check_cast(values, destination, target.name)
-
-
-# ------------------------------------------------------------------ code of others
-
-
-def _compute(step: ComputeStep, space: Workspace) -> None:
-    rule = "; ".join(step.rules)
-    arguments = [
-        [_own(info) for info in source] if isinstance(source, tuple) else _own(source) for source in step.sources
-    ]
-    try:
-        results = step.function(arguments)
-    except Exception as error:
-        raise LoadError(
-            f"{rule} failed: {type(error).__name__}: {error}", tensor=next(iter(step.targets), None)
-        ) from error
-    for name, target in step.targets.items():
-        result = results.get(name)
-        if not isinstance(result, torch.Tensor) or tuple(result.shape) != target.shape:
-            found = f"a tensor of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else "no tensor"
-            raise LoaderContractError(
-                f"{rule} returned {found} for {name}, not one of shape {list(target.shape)}", tensor=name
-            )
-        dtype = target.tensor.dtype
-        if not may_cast(result.dtype, dtype):
-            raise LoaderContractError(
-                f"{rule} returned {result.dtype} values for {name}, which can't become {dtype} by a cast", tensor=name
-            )
-        _store(result.detach(), target.tensor, target, space)
-
-
-def _own(info: TensorInfo) -> torch.Tensor:
-    """A tensor that code of others may write to: what a `read` returned may still be somebody else's."""
-    tensor = read_tensor(info)
-    return tensor.detach().clone() if info.read is not None else tensor
-
-
-def _call(step: CallStep, space: Workspace) -> None:
-    tensor = _own(step.info)
-    if space.handed is not None:
-        space.handed(step.info.name, tensor)
-    loader: Any = step.target.tensor.weight_loader  # type: ignore[attr-defined]
-    shard = () if step.shard_id is None else (step.shard_id,)
-    loader(step.target.tensor, tensor, *shard)
-
-
-# ------------------------------------------------------------------ where tensors lie
-
-
-def _place(infos: Sequence[TensorInfo]) -> tuple[str, int]:
-    extents = infos[0].extents if infos else ()
-    return (extents[0].source.name, extents[0].offset) if extents else ("", 0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.errors import LoadError
 from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 # Small enough for the processor's cache, large enough that reading it is not all overhead.
 BUFFER_BYTES = 4 << 20
+EXTRA_MEMORY = 64 << 20
 
 
 class Workspace:
@@ -24,43 +26,83 @@ class Workspace:
 
     Args:
         handed: Told of each tensor that goes to foreign code.
+        extra_memory: Most bytes to hold at one time beside the model. One job alone may hold more.
+        threads: How many threads have a buffer.
 
     Attributes:
+        buffer_bytes: Size of a thread's buffer.
         most_held: Most bytes held at one time.
         infinities: Parameters in which a cast made new infinities.
     """
 
-    def __init__(self, handed: Callable[[str, torch.Tensor], object] | None = None) -> None:
+    def __init__(
+        self,
+        handed: Callable[[str, torch.Tensor], object] | None = None,
+        extra_memory: int = EXTRA_MEMORY,
+        threads: int = 1,
+    ) -> None:
         self.handed = handed
+        # The other half is for what single jobs hold.
+        share = extra_memory // (2 * threads)
+        self.buffer_bytes = max(64, min(BUFFER_BYTES, share - share % 64))
         self.most_held = 0
         self.infinities: list[str] = []
+        self._limit = extra_memory
         self._held = 0
-        self._lock = threading.Lock()
+        self._holders = 0
+        self._change = threading.Condition()
+        self._stopped = False
         self._own = threading.local()
         self._last: tuple[TensorInfo, torch.Tensor] | None = None
 
-    def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for some elements, at most `BUFFER_BYTES`: this thread's own, and overwritten by the next call."""
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Memory for at most `buffer_bytes`: this thread's own, and overwritten by the next call."""
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None:
-            memory = self._own.memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device="cpu")
+            memory = self._own.memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu")
             # Held until the transfer is done.
-            self._account(BUFFER_BYTES)
-        return memory[: count * dtype.itemsize].view(dtype)
+            with self._change:
+                self._account(self.buffer_bytes)
+        return memory[:nbytes]
 
     @contextlib.contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Account for memory that is held meanwhile."""
-        self._account(nbytes)
+        """Hold memory meanwhile. Waits until there is room for it, or nobody else holds any."""
+        if not nbytes:
+            yield
+            return
+        with self._change:
+            self._change.wait_for(lambda: self._stopped or not self._holders or self._held + nbytes <= self._limit)
+            self.check_stop()
+            self._holders += 1
+            self._account(nbytes)
         try:
             yield
         finally:
-            self._account(-nbytes)
+            with self._change:
+                self._holders -= 1
+                self._account(-nbytes)
+                self._change.notify_all()
 
     def _account(self, nbytes: int) -> None:
-        with self._lock:
-            self._held += nbytes
-            self.most_held = max(self.most_held, self._held)
+        self._held += nbytes
+        self.most_held = max(self.most_held, self._held)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether everybody is to stop."""
+        return self._stopped
+
+    def stop(self) -> None:
+        """Let every thread stop as soon as it looks up."""
+        with self._change:
+            self._stopped = True
+            self._change.notify_all()
+
+    def check_stop(self) -> None:
+        """Raise `Stopped` if everybody is to stop."""
+        if self._stopped:
+            raise Stopped("the transfer was stopped")
 
     def read(self, info: TensorInfo) -> torch.Tensor:
         """A tensor without raw bytes, from its loader's own `read`; on the caller's thread only.
@@ -77,15 +119,28 @@ class Workspace:
         """Let go of what `read` kept."""
         self._last = None
 
-    def check_cast(self, values: torch.Tensor, cast: torch.Tensor, name: str) -> None:
-        """Notice infinities that a cast has made."""
-        if not _may_overflow(values.dtype, cast.dtype):
+    def store(self, values: torch.Tensor, destination: torch.Tensor, name: str) -> None:
+        """Copy values into (a part of) a parameter, and notice infinities that a cast has made."""
+        destination.copy_(values)
+        if not _may_overflow(values.dtype, destination.dtype):
             return
-        found = torch.isinf(cast)
+        found = torch.isinf(destination)
         if bool(found.any()) and int(found.sum()) > int(torch.isinf(values).sum()):
-            with self._lock:
+            with self._change:
                 if name not in self.infinities:
                     self.infinities.append(name)
+
+
+class Stopped(LoadError):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
+    """A thread has stopped because another one failed; the other one's error is what is told."""
+
+
+@contextlib.contextmanager
+def writing(tensor: torch.Tensor) -> Iterator[None]:
+    """Write a parameter by torch. One that was made in inference mode can be written only in it."""
+    # Both are a thread's own.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        yield
 
 
 def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:

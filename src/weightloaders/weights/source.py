@@ -169,6 +169,7 @@ class FileSource(ByteSource):
             if count == 0:
                 raise SourceReadError(
                     f"{self.name} ends at byte {offset}, {end - offset} bytes too early",
+                    at=offset,
                     file=self.name,
                     hint="the file was shortened while it was being read; fetch it again",
                 )
@@ -181,11 +182,12 @@ class FileSource(ByteSource):
         if error.errno == errno.EFAULT:
             return SourceReadError(
                 f"the memory that byte {offset} of {self.name} was to be read into can't be written",
+                at=offset,
                 file=self.name,
                 hint="it may be a read-only mapping; give the model memory of its own, e.g. by copying its parameters",
             )
         return SourceReadError(
-            f"reading {self.name} at byte {offset} failed: {error.strerror or error}", file=self.name
+            f"reading {self.name} at byte {offset} failed: {error.strerror or error}", at=offset, file=self.name
         )
 
     def check_unchanged(self) -> None:

@@ -1,0 +1,72 @@
+"""What a thread does at one go, and the pieces that go into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from weightloaders.targets import Target
+    from weightloaders.weights.source import ByteSource
+
+# How bytes get where they belong.
+Path = Literal["straight", "buffered", "assembled", "computed", "handed over"]
+
+
+class Piece(NamedTuple):
+    """A run of a source's bytes that may be read together with its neighbours.
+
+    Attributes:
+        source: What is read.
+        offset: The first byte.
+        nbytes: How many.
+        target: What is filled with them.
+        start: The byte of the target's memory that the first one goes to, where they go there as they are.
+        place: Else what is done with them, given as they lie in a buffer that is reused.
+        itemsize: Bytes an element.
+        held: Memory that placing them takes, in bytes; beside the buffer.
+    """
+
+    source: ByteSource
+    offset: int
+    nbytes: int
+    target: Target
+    start: int = 0
+    place: Callable[[torch.Tensor], object] | None = None
+    itemsize: int = 1
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One thing for a thread to do.
+
+    Attributes:
+        file: What it reads.
+        offset: Where it starts to read; jobs are done in the order of file and offset.
+        nbytes: How much it reads.
+        targets: What it writes, in the order of ``starts``.
+        work: Does it.
+        path: How its bytes get where they belong.
+        reads: In how many positioned reads.
+        held: Memory that it holds meanwhile, in bytes; beside the thread's own buffer.
+        pooled: Whether any thread may do it; else it runs code of others, and is done on the caller's thread.
+        buffers: Whether it takes the thread's own buffer.
+        starts: Where in the file the bytes of each target begin, if it reads those of several, one after the other.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    targets: tuple[Target, ...]
+    work: Callable[[], object]
+    path: Path
+    reads: int = 1
+    held: int = 0
+    pooled: bool = True
+    buffers: bool = False
+    starts: tuple[int, ...] = ()

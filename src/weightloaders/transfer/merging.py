@@ -1,0 +1,144 @@
+"""From pieces to jobs: what lies side by side in a file is read at one go, wherever in memory it goes."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from weightloaders.transfer.job import Job, Piece
+from weightloaders.weights.reading import memory_at, memory_of
+from weightloaders.weights.source import FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from weightloaders.transfer.workspace import Workspace
+    from weightloaders.weights.source import ByteSource
+
+# Reading this much that nobody wants costs less than a read of its own.
+MAX_GAP = 64 << 10
+# Bytes that nobody wants go here, from all threads at once.
+_nowhere = memoryview(bytearray(MAX_GAP))
+
+
+def merged(pieces: Iterable[Piece], chunk: int, space: Workspace) -> Iterator[Job]:
+    """Jobs that read these pieces, neighbours together.
+
+    Args:
+        pieces: In any order. Those that are placed from a buffer fit into it.
+        chunk: Most bytes to read straight in one job: between two jobs a load can be stopped.
+        space: Has the buffers.
+    """
+    straight: list[Piece] = []
+    through_buffer: list[Piece] = []
+    for piece in pieces:
+        (straight if piece.place is None else through_buffer).append(piece)
+    for batch in _batches(straight, chunk, to_cut=True):
+        yield _straight_job(batch)
+    for batch in _batches(through_buffer, space.buffer_bytes, to_cut=False):
+        yield _buffered_job(batch, space)
+
+
+def _batches(pieces: list[Piece], most: int, *, to_cut: bool) -> Iterator[list[Piece]]:
+    """Pieces that lie side by side in one source, or nearly so."""
+    pieces.sort(key=_place)
+    batch: list[Piece] = []
+    start = end = views = 0
+    for piece in pieces:
+        while True:
+            if batch and not (
+                0 <= piece.offset - end <= MAX_GAP
+                and end < start + most
+                and (to_cut or piece.offset + piece.nbytes <= start + most)
+                and (piece.offset - start) % piece.itemsize == 0
+                and views + 2 <= piece.source.most_views
+                and _is_same(batch[0].source, piece.source)
+            ):
+                yield batch
+                batch = []
+            if not batch:
+                start, views = piece.offset, 0
+            room = start + most - piece.offset
+            if not to_cut or piece.nbytes <= room:
+                break
+            if room > 0:
+                batch.append(piece._replace(nbytes=room))
+                piece = piece._replace(offset=piece.offset + room, nbytes=piece.nbytes - room, start=piece.start + room)
+            end = start + most
+        batch.append(piece)
+        # One for the gap in front of it.
+        views += 2
+        end = piece.offset + piece.nbytes
+    if batch:
+        yield batch
+
+
+def _place(piece: Piece) -> tuple[str, int]:
+    return piece.source.name, piece.offset
+
+
+def _is_same(a: ByteSource, b: ByteSource) -> bool:
+    return a is b or (type(a) is type(b) is FileSource and a.name == b.name and a.identity == b.identity)
+
+
+def _straight_job(batch: list[Piece]) -> Job:
+    first, last = batch[0], batch[-1]
+    return Job(
+        first.source.name,
+        first.offset,
+        last.offset + last.nbytes - first.offset,
+        tuple([piece.target for piece in batch]),
+        functools.partial(_read_straight, batch),
+        "straight",
+        starts=tuple([piece.offset for piece in batch]),
+    )
+
+
+def _read_straight(batch: Sequence[Piece]) -> None:
+    source, at = batch[0].source, batch[0].offset
+    if len(batch) == 1:
+        piece = batch[0]
+        source.read_into(memory_of(piece.target.tensor)[piece.start : piece.start + piece.nbytes], piece.offset)
+        return
+    views = []
+    end = at
+    address = length = 0
+    for _, offset, nbytes, target, start, *_ in batch:
+        begin = target.tensor.data_ptr() + start
+        if offset == end and begin == address + length:
+            # Neighbours in memory, too.
+            length += nbytes
+        else:
+            if length:
+                views.append(memory_at(address, length))
+            if offset > end:
+                views.append(_nowhere[: offset - end])
+            address, length = begin, nbytes
+        end = offset + nbytes
+    views.append(memory_at(address, length))
+    source.read_vectors(views, at)
+
+
+def _buffered_job(batch: list[Piece], space: Workspace) -> Job:
+    first, last = batch[0], batch[-1]
+    nbytes = last.offset + last.nbytes - first.offset
+    return Job(
+        first.source.name,
+        first.offset,
+        nbytes,
+        tuple([piece.target for piece in batch]),
+        functools.partial(_read_and_place, batch, nbytes, space),
+        "buffered",
+        held=max([piece.held for piece in batch]),
+        buffers=True,
+        starts=tuple([piece.offset for piece in batch]),
+    )
+
+
+def _read_and_place(batch: Sequence[Piece], nbytes: int, space: Workspace) -> None:
+    buffer = space.buffer(nbytes)
+    first = batch[0].offset
+    batch[0].source.read_into(memory_of(buffer), first)
+    for piece in batch:
+        if piece.place is not None:
+            piece.place(buffer[piece.offset - first : piece.offset - first + piece.nbytes])
