@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +25,7 @@ from weightloaders.prepare import load_context, load_from, prepare, resolve_load
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.saving import checkpoint_layout
 from weightloaders.targets import Targets
+from weightloaders.transfer.options import TransferOption, TransferOptions
 from weightloaders.validation import parse_size
 from weightloaders.weights.safetensors import write_safetensors, write_sharded
 from weightloaders.weights.texts import brief
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
-    from weightloaders.transfer.options import TransferOption
+    from weightloaders.transfer.device_map import DeviceOption
     from weightloaders.weights.safetensors import Described
 
 Layout = Literal["model", "checkpoint"]
@@ -141,7 +143,7 @@ def load_into(
     *,
     loader: Any = "auto",
     loader_kwargs: Mapping[str, Any] | None = None,
-    device: torch.device | str | None = None,
+    device: DeviceOption = None,
     rules: Any = None,
     on_missing: PolicyOption = "error",
     on_unexpected: PolicyOption = "warn",
@@ -158,7 +160,8 @@ def load_into(
         source: A folder, a file, a hub id; or weights themselves: `Weights`, a dict of tensors, an iterable of pairs.
         loader: A loader's name, class or instance, or ``"package.module:Class"``.
         loader_kwargs: Its options.
-        device: Where meta parameters are materialised; default: the CPU.
+        device: Where meta parameters are materialised: a device, or a dict of module names (``""`` for all the rest)
+            to devices, of which the longest that fits counts. Default: the CPU.
         rules: Rules, as objects, as a mapping, as YAML or as a YAML file's path.
         on_missing: What is done about parameters that the source doesn't fill: ``"error"``, ``"warn"``, ``"ignore"``,
             or a dict of name pattern -> one of these.
@@ -194,6 +197,7 @@ def from_pretrained(
     auto_class: Any = None,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
+    device_map: DeviceOption = None,
     rules: Any = None,
     on_missing: PolicyOption = "error",
     on_unexpected: PolicyOption = "warn",
@@ -216,6 +220,10 @@ def from_pretrained(
         auto_class: The class to build; default: what the config names.
         dtype: The parameters' dtype; ``"auto"``: the config's, else the stored one.
         device: Where the model is to be.
+        device_map: The same for a model over several devices, as transformers takes it: a dict of module names (``""``
+            for all the rest) to devices, of which the longest that fits counts; or ``"auto"``, ``"balanced"``,
+            ``"balanced_low_0"`` or ``"sequential"``, and transformers finds one by the memory there is. Needs
+            accelerate, whose hooks move data between the devices.
         rules: See `load_into`; so are the policies, ``progress`` and ``verify``.
         on_missing: See `load_into`.
         on_unexpected: See `load_into`.
@@ -235,10 +243,14 @@ def from_pretrained(
         The model, in evaluation mode, and the report.
 
     Raises:
+        ConfigError: If an argument is not allowed; nothing was opened. Or if ``device_map`` says nothing of a
+            parameter, or puts one that is tied on two devices; nothing was touched.
         ModelError: If the model can't be built.
         PlanError: If the weights don't fit it.
     """
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer)
+    context = load_context(
+        rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer, device_map
+    )
     prepared = prepare(
         source,
         context,
@@ -365,6 +377,8 @@ def safetensors_weights_iterator(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` one at a time, by the same file selection and checks as the ``local`` loader.
 
+    The next ones are read ahead, in the order of the files. A tensor that was yielded belongs to whoever got it.
+
     Args:
         folder: A folder with safetensors files, or one file.
         progress: As for `load_into`; True shows a bar.
@@ -379,12 +393,16 @@ def safetensors_weights_iterator(
 def _streamed(weights: Weights, progress: ProgressOption) -> Iterator[tuple[str, torch.Tensor]]:
     from weightloaders.progress import Progress
     from weightloaders.transfer.engine import ProgressEvent
+    from weightloaders.transfer.read_ahead import ReadAhead
 
     total, done = weights.nbytes, 0
-    with weights, Progress(progress) as shown:
-        for name, tensor in weights.items():
+    ahead = ReadAhead(weights.infos(), lambda info: weights[info.name], TransferOptions())
+    with weights, Progress(progress) as shown, contextlib.closing(iter(ahead)) as tensors:
+        for info, tensor in tensors:
             done += tensor.nbytes
-            yield name, tensor
+            yield info.name, tensor
+            # What is let go of gives its memory to the next.
+            del tensor
             shown(ProgressEvent(done, total))
 
 

@@ -50,6 +50,7 @@ class LLMConfig(Checked):
         rules: Rules as in the guide on names and layouts, inline, or the path of a file with them.
         dtype: ``auto`` or the name of a torch dtype, e.g. ``bfloat16``.
         device: Where the model goes.
+        device_map: The same for a model over several devices: module names to devices, or ``auto`` and the like.
         engine: What generates the text.
         tokenizer: Folder or hub id of the tokenizer, if not with the config.
         revision: Commit, tag or branch of the model's repository on the hub.
@@ -74,6 +75,7 @@ class LLMConfig(Checked):
     rules: str | list[Any] | dict[str, Any] | None = None
     dtype: str = "auto"
     device: str = "cpu"
+    device_map: str | int | dict[str, str | int] | None = None
     engine: str = "transformers"
     tokenizer: str | None = None
     revision: str | None = None

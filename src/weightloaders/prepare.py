@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from weightloaders.errors import ConfigError, SourceNotFoundError, summary
+from weightloaders.dispatch import check_accelerate, dispatch, inferred_map
+from weightloaders.errors import ConfigError, SourceNotFoundError
 from weightloaders.loaders.place import as_name
 from weightloaders.loading import LoadContext, get_weights, load, load_given
 from weightloaders.mapping.parsing import parse_rules
@@ -21,17 +20,21 @@ from weightloaders.offers import name_of
 from weightloaders.plan import Policies, PolicyOption
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.skeleton import HUB_OPTIONS, Skeleton, build_skeleton, stored_dtype_of
+from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.transfer.options import TransferOption, TransferOptions
+from weightloaders.weights.texts import brief
 from weightloaders.weights.weights import Weights, as_catalogue, as_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from torch import nn
 
     from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
+    from weightloaders.transfer.device_map import DeviceOption
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +44,18 @@ def load_context(
     on_missing: PolicyOption = "error",
     on_unexpected: PolicyOption = "warn",
     on_mismatch: PolicyOption = "error",
-    device: torch.device | str | None = None,
+    device: DeviceOption = None,
     progress: ProgressOption = None,
     verify: Any = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
+    device_map: DeviceOption = None,
 ) -> LoadContext:
-    """What a load is asked to do, checked. See `load_into` for the arguments.
+    """What a load is asked to do, checked. See `load_into` and `from_pretrained` for the arguments.
 
     Raises:
-        ConfigError: If there is no such device here, or no such check, ``automatic`` is neither True nor False, or
-            ``transfer`` is not allowed.
+        ConfigError: If there is no such device here, devices were named in two ways, there is no such check,
+            ``automatic`` is neither True nor False, or ``transfer`` is not allowed.
         RuleError: If the rules or the policies can't be understood.
     """
     if verify not in (None, "finite", "sha256"):
@@ -61,7 +65,7 @@ def load_context(
     return LoadContext(
         rules=parse_rules(rules),
         policies=Policies(on_missing, on_unexpected, on_mismatch),
-        device=None if device is None else _device(device),
+        device=_devices(device, device_map),
         progress=progress,
         verify=verify,
         automatic=automatic,
@@ -69,22 +73,13 @@ def load_context(
     )
 
 
-def _device(device: torch.device | str) -> torch.device:
-    """The device, if this machine has it."""
-    try:
-        where = torch.device(device)
-        # It initialises no other device than this. Where torch or the machine lacks it, each kind fails in its own way.
-        torch.empty(0, device=where)
-    except Exception as error:
-        devices = ["cpu"]
-        if torch.accelerator.is_available():
-            kind = torch.accelerator.current_accelerator()
-            devices += [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
-        raise ConfigError(
-            f"device={str(device)!r} can't be used: {summary(error).splitlines()[0].partition('. ')[0]}",
-            hint=f"this machine has {', '.join(devices)}",
-        ) from error
-    return where
+def _devices(device: DeviceOption, device_map: DeviceOption) -> DeviceMap:
+    if device_map is None:
+        return CPU if device is None else DeviceMap.of(device, "device")
+    # The CPU is where a model goes about which nothing was said.
+    if device is not None and str(device) != "cpu":
+        raise ConfigError(f"device={brief(device)} and device_map={brief(device_map)} say the same thing twice")
+    return DeviceMap.of(device_map)
 
 
 def resolve_loader(source: Any, loader: Any, options: Mapping[str, Any]) -> BaseWeightLoader | None:
@@ -141,6 +136,8 @@ class Prepared:
         for warning in self.skeleton.finalise(report.loaded):
             logger.warning("%s", warning)
             report.warnings.append(warning)
+        if len(self.context.device.devices) > 1:
+            dispatch(self.model, self.context.device)
         return report
 
 
@@ -178,18 +175,26 @@ def prepare(
     # What finds the weights in their repository may name a revision that the config's does not have.
     hub_options = {key: options[key] for key in HUB_OPTIONS if weights is None and key in options}
     hub_options |= {key: model_kwargs.pop(key) for key in HUB_OPTIONS if key in model_kwargs}
+    devices = context.device
+    if devices.strategy or len(devices.devices) > 1:
+        check_accelerate("a model over several devices")
     skeleton = build_skeleton(
         None if source is None else as_name(source),
         dtype=dtype,
         stored_dtype=lambda: _stored_dtype(where, resolved),
         hub_options=hub_options,
-        device=context.device,
+        devices=devices,
         **model_kwargs,
     )
+    if devices.strategy:
+        quantisation = skeleton.quantisation
+        devices = inferred_map(
+            skeleton.model, devices.strategy, None if quantisation is None else quantisation.quantizer
+        )
     # What could not be built on meta is on the CPU.
-    if context.device is not None and not any(parameter.is_meta for parameter in skeleton.model.parameters()):
-        skeleton.model.to(context.device)
-    return Prepared(skeleton, where, resolved, context.changed(dtypes=skeleton.dtypes), hub_options)
+    if not any(parameter.is_meta for parameter in skeleton.model.parameters()):
+        devices.move(skeleton.model)
+    return Prepared(skeleton, where, resolved, context.changed(dtypes=skeleton.dtypes, device=devices), hub_options)
 
 
 def _stored_dtype(source: Any, resolved: Any) -> torch.dtype | None:

@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from weightloaders.transfer.device_map import DeviceMap
+
 _DEQUANTISE = {"dequantize": True}
 _IF_PLAIN = "if its weights are plain after all, remove quantization_config from the config"
 _UNNAMED = "a method that its config does not name"
 
 
-def quantisation_for(config: Any, wanted: Any, device: torch.device | None, source: str) -> Quantisation | None:
+def quantisation_for(config: Any, wanted: Any, devices: DeviceMap, source: str) -> Quantisation | None:
     """How a model of this config takes a quantised checkpoint, as transformers' own ``from_pretrained`` would choose.
 
     Args:
         config: The model's; changed as transformers changes it.
         wanted: The caller's ``quantization_config``: an object of transformers, or a mapping of options that differ.
-        device: Where the model is to be.
+        devices: Where the model is to be.
         source: What the config is of, for messages.
 
     Returns:
@@ -63,7 +65,7 @@ def quantisation_for(config: Any, wanted: Any, device: torch.device | None, sour
             declared, wanted = {**declared, **wanted}, None
         config.quantization_config = declared
         asked = any(told(options, "dequantize") for options in (declared, wanted))
-        placed = None if device is None else {"": device}
+        placed = devices.strategy or devices.entries
         quantizer, _, _ = get_hf_quantizer(config, wanted, placed, weights_only=True, user_agent={})
     except ConfigError:
         raise

@@ -23,6 +23,7 @@ from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.mapping.dtypes import is_codes
 from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
+from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def build_skeleton(
     hub_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     quantization_config: Any = None,
-    device: torch.device | None = None,
+    devices: DeviceMap = CPU,
     **model_kwargs: Any,
 ) -> Skeleton:
     """Build a transformers model from its config, without weights.
@@ -121,7 +122,7 @@ def build_skeleton(
         hub_options: ``revision``, ``cache_dir``, ``token``, ``subfolder``, ``local_files_only``.
         trust_remote_code: Whether code that comes with the model may run.
         quantization_config: What is to differ from the config's own; see `quantisation_for`.
-        device: Where the model is to be; transformers' quantizers ask for that.
+        devices: Where the model is to be; transformers' quantizers ask for that.
         **model_kwargs: For the config, and for the model's constructor.
 
     Raises:
@@ -136,7 +137,7 @@ def build_skeleton(
     config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs)
     model_class = _model_class(config, auto_class, folder, trust_remote_code)
     config = copy.deepcopy(config)
-    quantisation = quantisation_for(config, quantization_config, device, source or "the model")
+    quantisation = quantisation_for(config, quantization_config, devices, source or "the model")
     dtype = wanted or _own_dtype(config, stored_dtype)
     if quantisation is not None:
         changed: torch.dtype = quantisation.quantizer.update_dtype(dtype)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.report import LoadReport
+    from weightloaders.transfer.device_map import DeviceOption
     from weightloaders.transfer.options import TransferOption
 
 # Near enough to one of our own parameters to be a slip rather than an argument for the model.
@@ -46,6 +47,7 @@ class LLM:
         rules: Renames, drops and conversions of names and layouts.
         dtype: ``"auto"`` (the config's), a torch dtype or its name.
         device: Where the model goes.
+        device_map: The same for a model over several devices; see `from_pretrained`.
         engine: What writes the text.
         tokenizer: Folder or hub id of the tokenizer, if not with the config.
         revision: Commit, tag or branch of ``model`` on the hub.
@@ -79,6 +81,7 @@ class LLM:
         rules: Any = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
+        device_map: DeviceOption = None,
         engine: str = "transformers",
         tokenizer: str | Path | None = None,
         revision: str | None = None,
@@ -123,7 +126,7 @@ class LLM:
             dtype=dtype,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            load_options={**self._load_options, "device": device},
+            load_options={**self._load_options, "device": device, "device_map": device_map},
             **self._loader,
             **model_kwargs,
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.plan import Policies
+from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.transfer.options import TransferOptions
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class LoadContext:
     Attributes:
         rules: The caller's rules.
         policies: What is done about what doesn't fit.
-        device: Where meta parameters are materialised; default: the CPU.
+        device: Where meta parameters are materialised.
         progress: See `Progress`.
         verify: ``"finite"`` or ``"sha256"``.
         dtypes: The dtype of meta parameters where it is to differ from what the model says.
@@ -48,7 +49,7 @@ class LoadContext:
 
     rules: tuple[Rule, ...] = ()
     policies: Policies = field(default_factory=Policies)
-    device: torch.device | None = None
+    device: DeviceMap = CPU
     progress: ProgressOption = None
     verify: Verify | None = None
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)

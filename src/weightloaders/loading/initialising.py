@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from weightloaders.loading.status import Mark
     from weightloaders.targets import Targets
+    from weightloaders.transfer.device_map import DeviceMap
 
 
 @dataclass(slots=True)
@@ -50,7 +51,7 @@ class Groundwork:
     Args:
         model: The model.
         targets: What it wants filled.
-        device: Where what is on meta goes.
+        devices: Where what is on meta goes.
         dtypes: The dtype of parameters where it differs from the meta parameter's.
         gaps: Parameters that the source leaves out.
         tied: Parameters whose value comes with another's.
@@ -61,24 +62,25 @@ class Groundwork:
 
     Raises:
         ModelError: If something on meta would be left without a value.
+        ConfigError: If something on meta is to go to no device, or what is tied to two.
     """
 
     def __init__(
         self,
         model: nn.Module,
         targets: Targets,
-        device: torch.device,
+        devices: DeviceMap,
         dtypes: Mapping[str, torch.dtype],
         gaps: Iterable[str],
         tied: Iterable[str] = (),
         *,
         certain: bool = True,
     ) -> None:
-        if device.type == "meta":
+        if any(where.type == "meta" for where in devices.devices):
             raise ModelError(
                 "weights can't be loaded onto the meta device", hint="name a real device, e.g. device='cpu'"
             )
-        self._model, self._targets, self._device, self._dtypes = model, targets, device, dtypes
+        self._model, self._targets, self._devices, self._dtypes = model, targets, devices, dtypes
         # A declared tie is made when the model is finalised; until then its meta parameter stays.
         later = set(tied) & targets.declared_partners().keys()
         self._on_meta = {
@@ -92,11 +94,22 @@ class Groundwork:
             for name, buffer in model.named_buffers(remove_duplicate=False)
             if name in targets.derived and name not in self._on_meta and buffer.device.type == "meta"
         }
+        self._check_devices(devices)
         self.raw = {name for name in gaps if not can_initialise(model, name)}
         helpless = [*(self.raw if certain else ()), *(n for n in self._computed if not can_initialise(model, n))]
         if helpless:
             raise _without_value(model, helpless[0])
         self._gaps = [name for name in gaps if name not in self.raw]
+
+    def _check_devices(self, devices: DeviceMap) -> None:
+        if self._on_meta and hasattr(self._model, "hf_device_map"):
+            raise ModelError(
+                "parts of this model were put aside by accelerate, and are not where they would be filled",
+                hint="build and load the model anew, e.g. by from_pretrained(..., device_map=...)",
+            )
+        # The value of one that is tied later comes with the other's, and so does its device.
+        on_meta = {name: None for name, target in self._targets.by_name.items() if target.tensor.is_meta}
+        devices.check(self._model, (*on_meta, *self._computed), self._targets.ties)
 
     @property
     def needed(self) -> bool:
@@ -115,7 +128,9 @@ class Groundwork:
         if not self.needed:
             return Prepared()
         raw = {**self._on_meta, **self._computed}
-        twins = allocate(raw, self._device, self._dtypes)
+        twins: dict[int, torch.Tensor] = {}
+        for where, names in self._devices.by_device(raw).items():
+            twins |= allocate({name: raw[name] for name in names}, where, self._dtypes)
         mark.touched = True
         lacking = {**{name: self._on_meta[name] for name in self._gaps}, **self._computed}
         with _kept(self._model, {id(tensor) for tensor in raw.values()}, lacking):

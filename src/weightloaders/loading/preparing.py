@@ -6,8 +6,6 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-import torch
-
 from weightloaders import hooks
 from weightloaders.loading.initialising import Groundwork, can_initialise
 from weightloaders.loading.nesting import apart
@@ -60,8 +58,7 @@ def groundwork(
     model: nn.Module, targets: Targets, context: LoadContext, gaps: Iterable[str], tied: Iterable[str]
 ) -> Groundwork:
     """What has to be done to the model first, where the plan tells what the source leaves out."""
-    device = context.device or torch.device("cpu")
-    return Groundwork(model, targets, device, context.dtypes, gaps, tied)
+    return Groundwork(model, targets, context.device, context.dtypes, gaps, tied)
 
 
 def groundwork_for_all(model: nn.Module, targets: Targets, context: LoadContext) -> Groundwork:
@@ -72,7 +69,7 @@ def groundwork_for_all(model: nn.Module, targets: Targets, context: LoadContext)
         if context.policies.missing(name) != "error"
         or targets.is_derived(name) or (ignored is not None and ignored.search(name))
     ]  # fmt: skip
-    return Groundwork(model, targets, context.device or torch.device("cpu"), context.dtypes, gaps, certain=False)
+    return Groundwork(model, targets, context.device, context.dtypes, gaps, certain=False)
 
 
 def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tuple[list[Mapper], list[str], int | None]:
