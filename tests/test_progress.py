@@ -6,17 +6,20 @@ import io
 import json
 import logging
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from weightloaders import LoadReport, load_into
+from weightloaders import LoadReport, load_into, open_weights, plan_load
 from weightloaders.errors import ConfigError
 from weightloaders.progress import Progress
 from weightloaders.report import bytes_text
 from weightloaders.transfer.engine import ProgressEvent
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Terminal(io.StringIO):
@@ -45,6 +48,25 @@ def test_a_terminal_shows_a_bar_in_bytes(monkeypatch: pytest.MonkeyPatch, caplog
     assert "Loading weights" in text
     assert "B/s" in text
     assert caplog.records == []
+
+
+def test_a_bar_names_the_file_that_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with Progress(None) as progress:
+        for done, file in enumerate(["/models/a.safetensors", "https://host/models/b.safetensors"]):
+            progress(ProgressEvent(done, 2, file))
+            progress._bar.refresh()
+    text = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "a.safetensors" in text
+    assert "b.safetensors" in text
+    assert "/models" not in text
+
+
+def test_a_log_line_tells_how_fast_it_goes(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with Progress(None) as progress:
+        progress(ProgressEvent(3_000_000, 3_000_000, "f", seconds=1.5))
+    assert [record.getMessage() for record in caplog.records] == ["loaded 3.0 MB of 3.0 MB, 2.0 MB/s"]
 
 
 def test_a_bar_without_a_total_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +149,29 @@ def test_a_report_is_a_table_for_people_and_data_for_programs() -> None:
     assert max(map(len, lines)) < 120
     assert LoadReport().bytes_per_second == 0
     assert json.loads(report.to_json())["cast"] == {"w1": ["torch.float32", "torch.bfloat16"]}
+
+
+def test_a_report_tells_what_time_and_bytes_went_into(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(300, 300, bias=False), "b": nn.Linear(300, 300, bias=False).bfloat16()})
+    torch.save({"a.weight": torch.randn(300, 300), "b.weight": torch.randn(300, 300)}, tmp_path / "w.pt")
+    report = load_into(model, tmp_path / "w.pt", verify="finite")
+    assert set(report.phases) == {"open", "plan", "prepare", "transfer", "verify"}
+    assert all(seconds >= 0 for seconds in report.phases.values())
+    assert sum(report.phases.values()) <= report.seconds
+    assert report.bytes_by_path == {"straight": 360_000, "buffered": 360_000}
+    assert report.reads == 2
+    told = str(report)
+    assert "360.0 kB straight" in told
+    assert "2 reads" in told
+    assert "transfer 0." in told
+    assert json.loads(report.to_json())["phases"].keys() == report.phases.keys()
+
+
+def test_phases_are_those_of_the_last_load_alone(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3, bias=False)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    with open_weights(tmp_path / "w.pt") as weights:
+        plan = plan_load(model, weights)
+        first, second = plan.run(model), plan.run(model)
+    assert "plan" not in first.phases
+    assert second.phases["transfer"] <= second.seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ class Progress:
         self._with_bar = shown and sys.stderr is not None and (option is True or sys.stderr.isatty())
         self._with_lines = shown and not self._with_bar
         self._bar: Any = None
+        self._file: str | None = None
         self._next_quarter = 1
 
     def __enter__(self) -> Progress:
@@ -56,7 +58,7 @@ class Progress:
             self._draw(event)
         elif self._with_lines and event.total_bytes and 4 * event.done_bytes >= self._next_quarter * event.total_bytes:
             self._next_quarter = 4 * event.done_bytes // event.total_bytes + 1
-            logger.info("loaded %s of %s", bytes_text(event.done_bytes), bytes_text(event.total_bytes))
+            logger.info("%s", _line(event))
 
     def _draw(self, event: ProgressEvent) -> None:
         if self._bar is None:
@@ -64,7 +66,16 @@ class Progress:
 
             total = event.total_bytes or None
             self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", leave=False)
+        if event.file and event.file != self._file:
+            self._file = event.file
+            # Not drawn at once: the bar itself decides how often it is worth it.
+            self._bar.set_postfix_str(re.split(r"[/\\]", event.file)[-1], refresh=False)
         self._bar.update(event.done_bytes - self._bar.n)
+
+
+def _line(event: ProgressEvent) -> str:
+    line = f"loaded {bytes_text(event.done_bytes)} of {bytes_text(event.total_bytes)}"
+    return f"{line}, {bytes_text(event.bytes_per_second)}/s" if event.bytes_per_second else line
 
 
 def _switched_on() -> bool:

@@ -50,7 +50,12 @@ class LoadReport:
             ``buffered`` (cast or scattered, through a small buffer), ``assembled`` (put together beside the parameter),
             ``computed`` and ``handed over`` (to a parameter's own ``weight_loader``). Empty where
             no plan was carried out (a stream, code of others).
+        reads: In how many positioned reads.
         seconds: From the first step to the last, in seconds.
+        phases: What they went into, in seconds: ``open`` (the catalogue), ``plan``, ``prepare`` (memory and first
+            values), ``transfer``, ``verify``.
+        page_faults: Page faults of the process while bytes were moved: those met in memory, and those that had to read
+            from a disk. None where the system does not tell.
         extra_memory: Most bytes that the transfer held at one time beside the model itself.
     """
 
@@ -73,7 +78,10 @@ class LoadReport:
     sources: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_by_path: dict[str, int] = field(default_factory=dict)
+    reads: int = 0
     seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    page_faults: tuple[int, int] | None = None
     extra_memory: int = 0
 
     @property
@@ -90,8 +98,13 @@ class LoadReport:
         is_telling = self.bytes_read >= _LEAST_FOR_SPEED
         rows: list[tuple[str, str]] = [
             ("tensors", f"{len(self.loaded):,} loaded" + (f" by {self.loader}" if self.loader else "")),
-            ("bytes", f"{self.bytes_read:,} ({bytes_text(self.bytes_read)})"),
-            ("seconds", f"{self.seconds:.3f}" + (f" ({self.bytes_per_second / 1e9:.2f} GB/s)" if is_telling else "")),
+            ("bytes", f"{self.bytes_read:,} ({bytes_text(self.bytes_read)})" + _ways(self.bytes_by_path, self.reads)),
+            (
+                "seconds",
+                f"{self.seconds:.3f}"
+                + (f" ({self.bytes_per_second / 1e9:.2f} GB/s)" if is_telling else "")
+                + _phases(self.phases),
+            ),
             ("extra memory", bytes_text(self.extra_memory)),
         ]
         names: list[tuple[str, Collection[str]]] = [
@@ -108,6 +121,15 @@ class LoadReport:
         rows.extend(("note", note) for note in self.notes)
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _ways(bytes_by_path: Mapping[str, int], reads: int) -> str:
+    ways = ", ".join(f"{bytes_text(nbytes)} {path}" for path, nbytes in bytes_by_path.items())
+    return f": {ways}; {reads:,} read{'' if reads == 1 else 's'}" if ways else ""
+
+
+def _phases(phases: Mapping[str, float]) -> str:
+    return ": " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items()) if phases else ""
 
 
 def _named(names: Collection[str]) -> str:

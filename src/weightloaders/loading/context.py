@@ -7,6 +7,7 @@ It travels in a context variable, so that a loader's two-argument ``load_weights
 from __future__ import annotations
 
 import contextlib
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -45,6 +46,7 @@ class LoadContext:
         ties: Ties that the model declares, and that are made once its weights are in. Default: those of what is on
             meta now.
         transfer: How bytes are moved.
+        phases: What the load's time went into so far, in seconds; see `LoadReport.phases`.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -57,6 +59,16 @@ class LoadContext:
     automatic: bool = True
     ties: Mapping[str, str] | None = None
     transfer: TransferOptions = field(default_factory=TransferOptions)
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time of this block to a phase of the load."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.perf_counter() - start
 
     def changed(self, **changes: Any) -> LoadContext:
         """The same with some fields changed."""

@@ -59,7 +59,9 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
     """
     check_is_module(model)
     with alone(model):
-        weights = get_weights(loader, source)
+        context = context.changed(phases={})
+        with context.timed("open"):
+            weights = get_weights(loader, source)
         try:
             with _naming(loader, "load_weights", source):
                 is_default = getattr(type(loader).load_weights, "is_default", False)
@@ -87,7 +89,7 @@ def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadRepo
     """
     check_is_module(model)
     with alone(model):
-        context = context.changed(ties=hf.pending_ties(model))
+        context = context.changed(ties=hf.pending_ties(model), phases={})
         with within(context, model):
             report = load_planned(model, weights)
         make_ties(model, context, report.loaded)
@@ -168,8 +170,10 @@ def load_planned(model: nn.Module, weights: Any, *, borrowed: bool = False) -> L
         return load_by_model(model, own, wrapped, context)
     if isinstance(wrapped, Stream):
         return load_stream(model, wrapped, context)
-    targets = targets_of(model, context)
-    return run(_plan(model, wrapped, targets, context), model, targets, context, wrapped.infos())
+    with context.timed("plan"):
+        targets = targets_of(model, context)
+        plan = _plan(model, wrapped, targets, context)
+    return run(plan, model, targets, context, wrapped.infos())
 
 
 def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadPlan:
@@ -206,7 +210,7 @@ def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadC
         check_is_module(model)
         with alone(model):
             weights.check_open()
-            report = run(plan, model, targets, context, weights.infos())
+            report = run(plan, model, targets, context.changed(phases={}), weights.infos())
             make_ties(model, context, report.loaded)
             return report
 

@@ -182,6 +182,8 @@ def report_of(
         sources=sources_of(plan),
         bytes_read=moved.bytes_read,
         bytes_by_path=dict(sorted(moved.bytes_by_path.items())),
+        reads=moved.reads,
         seconds=seconds,
+        phases=dict(context.phases),
         extra_memory=moved.extra_memory,
     )

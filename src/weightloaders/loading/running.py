@@ -53,21 +53,25 @@ def run(
     """
     start = time.perf_counter()
     plan.raise_if_errors()
-    now = targets_of(model, context, targets)
-    _check_same_model(plan, targets, now)
+    with context.timed("prepare"):
+        now = targets_of(model, context, targets)
+        _check_same_model(plan, targets, now)
     hooks.before_load(plan)
     warn_of(plan)
     infos = {id(info): info for step in plan.steps for info in step_infos(step)}.values()
     try:
         if context.verify == "sha256":
-            check_sha256(infos)
+            with context.timed("verify"):
+                check_sha256(infos)
         work = groundwork(model, now, context, plan.unfilled, plan.tied)
         with show_progress(context) as progress, marking(model) as mark:
-            prepared = work.lay(mark)
-            if prepared.replaced:
-                plan.steps[:] = _for_new_objects(plan.steps, model)
+            with context.timed("prepare"):
+                prepared = work.lay(mark)
+                if prepared.replaced:
+                    plan.steps[:] = _for_new_objects(plan.steps, model)
             try:
-                moved = _transfer(_without_aliases(plan.steps), model, context, progress)
+                with context.timed("transfer"):
+                    moved = _transfer(_without_aliases(plan.steps), model, context, progress)
             except BaseException as error:
                 # Ctrl-C does not say what was written.
                 mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
@@ -78,12 +82,14 @@ def run(
                 for target in filled:
                     watch.filled_by_us(target.tensor)
             if context.verify == "finite":
-                check_finite(filled)
+                with context.timed("verify"):
+                    check_finite(filled)
             mark.origin = origin_of(plan, catalogue, now)
     finally:
         # They are opened again when they are needed again.
         close_files(frozenset(extent.source.name for info in infos for extent in info.extents))
-    report = report_of(plan, moved, context, prepared, time.perf_counter() - start)
+    before = context.phases.get("open", 0.0) + context.phases.get("plan", 0.0)
+    report = report_of(plan, moved, context, prepared, before + time.perf_counter() - start)
     if not is_nested(model):
         hooks.after_load(report)
     return report
@@ -94,10 +100,10 @@ def _transfer(
 ) -> Transferred:
     called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
     if not called:
-        return Transfer(steps, progress=progress).run()
+        return Transfer(steps, options=context.transfer, progress=progress).run()
     watch = Coverage(called)
     with watching(model, watch):
-        moved = Transfer(steps, progress=progress, handed=watch.hand_out).run()
+        moved = Transfer(steps, options=context.transfer, progress=progress, handed=watch.hand_out).run()
     settle(watch, model, context, "the parameters' own weight_loader", moved)
     return moved
 
