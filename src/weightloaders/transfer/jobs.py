@@ -192,6 +192,7 @@ def _block_job(
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:
+    takes_bytes, dtype = _takes_bytes(target.tensor), _dtype(target)
     for source, parts in _by_source(step.placements).items():
         if isinstance(source, Constant):
             yield Job("", 0, 0, (target,), functools.partial(_fill, source.value, parts, target), "straight", 0)
@@ -207,11 +208,15 @@ def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Pie
             yield Job(*place_of([info]), nbytes, (target,), work, "assembled", reads, held, pooled=info.is_raw)
             continue
         for extent, copies in runs:
-            straight = [p for p in copies if _reads_straight(p, len(copies), info, extent, target)]
-            for placed in straight:
-                yield from _straight(placed, extent, target)
-            if len(straight) < len(copies):
-                rest = [p for p in copies if p not in straight] if straight else copies
+            rest = copies
+            if takes_bytes and extent.stored_dtype is info.dtype is dtype and extent.is_native:
+                rest = []
+                for placed in copies:
+                    if _is_worth_a_view(placed, len(copies), dtype.itemsize):
+                        yield from _straight(placed, extent, target)
+                    else:
+                        rest.append(placed)
+            if rest:
                 yield from _through_buffer(info, rest, extent, target, space)
 
 
@@ -259,17 +264,17 @@ def _fill(value: float, parts: Sequence[Placement], target: Target) -> None:
             strided(flat, placed, 2, 0).fill_(value)
 
 
-def _reads_straight(placed: Placement, parts: int, info: TensorInfo, extent: Extent, target: Target) -> bool:
-    """Whether the bytes lie as they are to lie in the parameter, in runs that are worth a read of their own."""
-    if not (extent.stored_dtype == info.dtype == _dtype(target) and extent.is_native and _takes_bytes(target.tensor)):
-        return False
+def _is_worth_a_view(placed: Placement, parts: int, itemsize: int) -> bool:
+    """Whether a copy is all of its kind, or comes in runs so long that a view of memory for each of them pays."""
+    if parts == 1 and placed.is_contiguous:
+        return True
     run = placed.dims[-1][0] if placed.dims and placed.dims[-1][1:] == (1, 1) else 1
-    return (parts == 1 and placed.is_contiguous) or run * info.dtype.itemsize >= _SMALL
+    return run * itemsize >= _SMALL
 
 
 def _takes_bytes(tensor: torch.Tensor) -> bool:
     """Whether bytes may be written straight into a tensor's memory, or into that which it will have."""
-    return is_dense(tensor) or (tensor.is_meta and is_plain(tensor) and tensor.is_contiguous())
+    return is_dense(tensor) if not tensor.is_meta else is_plain(tensor) and tensor.is_contiguous()
 
 
 def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Piece]:
