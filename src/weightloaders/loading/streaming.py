@@ -134,7 +134,7 @@ class _Loading:
         self.moved = Transferred()
         self.sources: dict[str, str] = {}
         self._mappers, self._borrowed, self._mark, self._progress = mappers, stream.borrowed, mark, progress
-        self._recorder = Recorder()
+        self._options, self._recorder = context.transfer, Recorder()
         self._groups: dict[Any, GroupState] = {}
         self._held = 0
         # Only names, dtypes and shapes are remembered; the tensors go.
@@ -250,7 +250,7 @@ class _Loading:
             return
         self._mark.touched = True
         try:
-            moved = Transfer(plan.steps, handed=self._handed).run()
+            moved = Transfer(plan.steps, options=self._options, handed=self._handed).run()
         except LoadError as error:
             error.written = tuple(sorted({*self.moved.written, *error.written}))
             raise

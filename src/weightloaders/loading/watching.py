@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import inspect
 import logging
 import time
@@ -23,15 +24,17 @@ from weightloaders.plan import LoadPlan, listed
 from weightloaders.report import LoadReport
 from weightloaders.transfer.coverage import Coverage, Covered
 from weightloaders.transfer.engine import ProgressEvent, Transferred
+from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.weights import Stream, Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Generator
 
     from torch import nn
 
     from weightloaders.loading.context import LoadContext
+    from weightloaders.transfer.options import TransferOptions
 
 logger = logging.getLogger(__name__)
 
@@ -90,26 +93,50 @@ def load_by_model(
         watch.offer(info.name for info in infos)
         token = _inside.set((*_inside.get(), model))
         try:
-            result = own(watch.track(_counted(weights, moved, total, progress)))
-            if isinstance(result, Iterator):
-                # One that yields the names it has loaded loads nothing until somebody takes them.
-                collections.deque(result, maxlen=0)
+            pairs = (
+                _read_ahead(weights, context.transfer, moved, total, progress)
+                if isinstance(weights, Weights)
+                else _counted(weights, moved, progress)
+            )
+            # Who stops early, or fails, leaves threads behind that read ahead.
+            with contextlib.closing(pairs):
+                result = own(watch.track(pairs))
+                if isinstance(result, Iterator):
+                    # One that yields the names it has loaded loads nothing until somebody takes them.
+                    collections.deque(result, maxlen=0)
         finally:
             _inside.reset(token)
 
     return _by_others(model, context, who, plan, moved, call)
 
 
+def _read_ahead(
+    weights: Weights,
+    options: TransferOptions,
+    moved: Transferred,
+    total: int,
+    progress: Callable[[ProgressEvent], object],
+) -> Generator[tuple[str, torch.Tensor]]:
+    ahead = ReadAhead(weights.infos(), lambda info: weights[info.name], options)
+    with contextlib.closing(iter(ahead)) as tensors:
+        for info, tensor in tensors:
+            moved.bytes_read += tensor.nbytes
+            moved.extra_memory = ahead.most_held
+            progress(ProgressEvent(min(moved.bytes_read, total), total))
+            yield info.name, tensor
+            # What the model lets go of gives its memory to the next.
+            del tensor
+
+
 def _counted(
-    weights: Weights | Stream, moved: Transferred, total: int, progress: Callable[[ProgressEvent], object]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    is_borrowed = isinstance(weights, Stream) and weights.borrowed
-    for name, tensor in weights.items() if isinstance(weights, Weights) else weights:
+    stream: Stream, moved: Transferred, progress: Callable[[ProgressEvent], object]
+) -> Generator[tuple[str, torch.Tensor]]:
+    for name, tensor in stream:
         moved.bytes_read += tensor.nbytes
         moved.extra_memory = max(moved.extra_memory, tensor.nbytes)
-        progress(ProgressEvent(min(moved.bytes_read, total), total) if total else ProgressEvent(moved.bytes_read, 0))
+        progress(ProgressEvent(moved.bytes_read, 0))
         # A model may keep what it is given; a borrowed tensor would change under it.
-        yield name, tensor.clone() if is_borrowed else tensor
+        yield name, tensor.clone() if stream.borrowed else tensor
 
 
 # ------------------------------------------------------------------ a loader's own load_weights
@@ -161,7 +188,7 @@ def _tracked(weights: Any, watch: Coverage, moved: Transferred, progress: Callab
     if type(weights) is Weights:
         return _Tracked(weights, watch, moved)
     if isinstance(weights, Iterator):
-        return watch.track(_counted(Stream(weights), moved, 0, progress))
+        return watch.track(_counted(Stream(weights), moved, progress))
     pairs: Iterable[Any] = ()
     if isinstance(weights, dict):
         pairs = weights.items()
