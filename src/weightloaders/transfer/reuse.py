@@ -13,9 +13,6 @@ import torch
 import torch.utils.dlpack
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weightloaders.transfer.memory import empty
-
-_CPU = torch.device("cpu")
 # Of a consumer that keeps what it gets, no more than this many tensors are watched.
 _WATCHED = 16
 
@@ -51,7 +48,7 @@ class ReusedMemory:
         while self._spare and nbytes + self.nbytes > room:
             self.nbytes -= self._spare.popleft().nbytes
         if memory is None:
-            memory = empty((nbytes,), torch.uint8, _CPU)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         # A storage of its own over the same memory, which it keeps alive.
         tensor = torch.utils.dlpack.from_dlpack(memory).view(dtype).view(shape)
         self._lent.append(_Lent(memory, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
