@@ -114,6 +114,7 @@ class Transfer:
         try:
             self._check_memory()
             jobs = jobs_of(self._steps, self._space)
+            self._space.buffer_needed = max((job.buffer for job in jobs), default=0)
             self._total = sum(job.nbytes for job in jobs)
             self._advance(None)
             self._run_pooled([job for job in jobs if job.pooled])

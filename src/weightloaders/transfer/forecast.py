@@ -47,17 +47,19 @@ def forecast(steps: Sequence[Step]) -> Forecast:
         handed_over=by_path["handed over"],
         contiguous=contiguous,
         strided=len(pieces) - contiguous,
-        extra_memory=_extra_memory(jobs, threads, space.buffer_bytes, options.extra_memory),
+        extra_memory=_extra_memory(jobs, threads, options.extra_memory),
     )
 
 
-def _extra_memory(jobs: Sequence[Job], threads: int, buffer: int, limit: int) -> int:
+def _extra_memory(jobs: Sequence[Job], threads: int, limit: int) -> int:
     """The most that is held at one time: as if the jobs that hold most met on all threads, and there was room."""
     pooled = [job for job in jobs if job.pooled]
     alone = [job for job in jobs if not job.pooled]
     threads = min(threads, len(pooled))
     # A thread keeps its buffer until all is done; the caller's own thread may have one, too.
-    buffers = buffer * (min(threads, sum(job.buffers for job in pooled)) + any(job.buffers for job in alone))
+    buffer = max((job.buffer for job in jobs), default=0)
+    users = min(threads, sum(job.buffer > 0 for job in pooled)) + any(job.buffer for job in alone)
+    buffers = buffer * users
     most = heapq.nlargest(threads, (job.held for job in pooled))
     # One job alone may hold more than there is room for; others wait then.
     at_once = min(sum(most), max([limit - buffers, *most[:1]]))

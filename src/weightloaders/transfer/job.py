@@ -55,7 +55,7 @@ class Job:
         reads: In how many positioned reads.
         held: Memory that it holds meanwhile, in bytes; beside the thread's own buffer.
         pooled: Whether any thread may do it; else it runs code of others, and is done on the caller's thread.
-        buffers: Whether it takes the thread's own buffer.
+        buffer: How much of the thread's own buffer it takes, in bytes.
         starts: Where in the file the bytes of each target begin, if it reads those of several, one after the other.
     """
 
@@ -68,5 +68,5 @@ class Job:
     reads: int = 1
     held: int = 0
     pooled: bool = True
-    buffers: bool = False
+    buffer: int = 0
     starts: tuple[int, ...] = ()

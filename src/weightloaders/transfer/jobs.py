@@ -184,7 +184,7 @@ def _block_job(
         sum(job.reads for job in told),
         math.prod(size) * _dtype(step.target).itemsize + max((job.held for job in told), default=0),
         pooled=pooled,
-        buffers=any(job.buffers for job in told),
+        buffer=max((job.buffer for job in told), default=0),
     )
 
 

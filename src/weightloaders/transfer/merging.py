@@ -130,7 +130,7 @@ def _buffered_job(batch: list[Piece], space: Workspace) -> Job:
         functools.partial(_read_and_place, batch, nbytes, space),
         "buffered",
         held=max([piece.held for piece in batch]),
-        buffers=True,
+        buffer=nbytes,
         starts=tuple([piece.offset for piece in batch]),
     )
 

@@ -30,7 +30,8 @@ class Workspace:
         threads: How many threads have a buffer.
 
     Attributes:
-        buffer_bytes: Size of a thread's buffer.
+        buffer_bytes: Most bytes that a thread's buffer has.
+        buffer_needed: How many of them the largest job takes.
         most_held: Most bytes held at one time.
         infinities: Parameters in which a cast made new infinities.
     """
@@ -45,6 +46,7 @@ class Workspace:
         # The other half is for what single jobs hold.
         share = extra_memory // (2 * threads)
         self.buffer_bytes = max(64, min(BUFFER_BYTES, share - share % 64))
+        self.buffer_needed = self.buffer_bytes
         self.most_held = 0
         self.infinities: list[str] = []
         self._limit = extra_memory
@@ -56,13 +58,13 @@ class Workspace:
         self._last: tuple[TensorInfo, torch.Tensor] | None = None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Memory for at most `buffer_bytes`: this thread's own, and overwritten by the next call."""
+        """Memory for at most `buffer_needed`: this thread's own, and overwritten by the next call."""
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None:
-            memory = self._own.memory = torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu")
+            memory = self._own.memory = torch.empty(self.buffer_needed, dtype=torch.uint8, device="cpu")
             # Held until the transfer is done.
             with self._change:
-                self._account(self.buffer_bytes)
+                self._account(self.buffer_needed)
         return memory[:nbytes]
 
     @contextlib.contextmanager
