@@ -32,6 +32,7 @@ _MOST_VIEWS = 1000
 _MAX_READ = 1 << 30
 # Where bytes come as an object of their own, and are copied.
 _MAX_COPIED = 1 << 24
+_SEQUENTIAL: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)
 
 
 class ByteSource(ABC):
@@ -163,7 +164,8 @@ class FileSource(ByteSource):
         end = offset + sum(map(len, views))
         while offset < end:
             try:
-                count = _read_some(descriptor, views if end - offset <= _MAX_READ else [views[0][:_MAX_READ]], offset)
+                some = views if end - offset <= _MAX_READ else [views[0][:_MAX_READ]]
+                count = self._read_some(descriptor, some, offset)
             except OSError as error:
                 raise self._failed(error, offset) from error
             if count == 0:
@@ -178,6 +180,22 @@ class FileSource(ByteSource):
                 views = _behind(views, count)
         return end
 
+    def _read_some(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+        """One positioned read straight into memory, or the nearest thing the system has. It may end early."""
+        if hasattr(os, "preadv"):
+            count: int = os.preadv(descriptor, views, offset)
+            return count
+        view = next(view for view in views if len(view))
+        if hasattr(os, "pread"):
+            data = os.pread(descriptor, min(len(view), _MAX_COPIED), offset)
+        else:
+            # Windows: a descriptor has one position, so seeking and reading must not be torn apart.
+            with _seek_lock:
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                data = os.read(descriptor, min(len(view), _MAX_COPIED))
+        view[: len(data)] = data
+        return len(data)
+
     def _failed(self, error: OSError, offset: int) -> SourceReadError:
         if error.errno == errno.EFAULT:
             return SourceReadError(
@@ -189,6 +207,25 @@ class FileSource(ByteSource):
         return SourceReadError(
             f"reading {self.name} at byte {offset} failed: {error.strerror or error}", at=offset, file=self.name
         )
+
+    def open(self, flags: int = 0) -> int:
+        """A new descriptor of the file, for whoever closes it.
+
+        Args:
+            flags: More than it takes to read.
+
+        Raises:
+            OSError: If it can't be opened.
+        """
+        # O_NONBLOCK: the file may have become a named pipe since, and opening one would wait for a writer.
+        for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"):
+            flags |= getattr(os, name, 0)
+        descriptor = os.open(self.path, os.O_RDONLY | flags)
+        if hasattr(os, "posix_fadvise"):
+            # A load reads from front to back: the system may read twice as far ahead.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor, 0, 0, _SEQUENTIAL)
+        return descriptor
 
     def check_unchanged(self) -> None:
         """Raise `SourceReadError` if the path now leads to other content than when the source was made."""
@@ -215,23 +252,6 @@ def _fingerprint(status: os.stat_result) -> tuple[int, int, int, int]:
 _seek_lock = threading.Lock()
 
 
-def _read_some(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-    """One positioned read straight into memory, or the nearest thing the system has. It may end early."""
-    if hasattr(os, "preadv"):
-        count: int = os.preadv(descriptor, views, offset)
-        return count
-    view = next(view for view in views if len(view))
-    if hasattr(os, "pread"):
-        data = os.pread(descriptor, min(len(view), _MAX_COPIED), offset)
-    else:
-        # Windows: a descriptor has one position, so seeking and reading must not be torn apart.
-        with _seek_lock:
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            data = os.read(descriptor, min(len(view), _MAX_COPIED))
-    view[: len(data)] = data
-    return len(data)
-
-
 def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of these views behind their first bytes."""
     for at, view in enumerate(views):
@@ -251,7 +271,8 @@ class _OpenFile:
     sources: set[weakref.ref[FileSource]] = field(default_factory=set)
 
 
-_Key = tuple[str, tuple[int, int, int, int]]
+# One file may be read in several ways, each with a descriptor of its own.
+_Key = tuple[str, tuple[int, int, int, int], type[FileSource]]
 
 
 class _OpenFiles:
@@ -265,7 +286,7 @@ class _OpenFiles:
 
     @contextlib.contextmanager
     def use(self, source: FileSource) -> Iterator[int]:
-        key = (source.name, source.identity)
+        key = (source.name, source.identity, type(source))
         with self._lock:
             self._close_gone()
             entry = self._entries.get(key)
@@ -287,19 +308,15 @@ class _OpenFiles:
                     os.close(entry.descriptor)
 
     def _open(self, source: FileSource) -> int:
-        # O_NONBLOCK: the file may have become a named pipe since, and opening one would wait for a writer.
-        flags: int = os.O_RDONLY
-        for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"):
-            flags |= getattr(os, name, 0)
         try:
             try:
-                return os.open(source.path, flags)
+                return source.open()
             except OSError as error:
                 # Somebody else holds the descriptors: give back all that are idle, and try once more.
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
                 self._close_idle(keep=0)
-                return os.open(source.path, flags)
+                return source.open()
         except OSError as error:
             raise SourceReadError(f"can't open {source.name}: {error.strerror or error}", file=source.name) from error
 
