@@ -116,11 +116,12 @@ class Groundwork:
         """Whether anything has to be done."""
         return bool(self._on_meta or self._computed)
 
-    def lay(self, mark: Mark) -> Prepared:
+    def lay(self, mark: Mark, made: Mapping[int, torch.Tensor] | None = None) -> Prepared:
         """Do it.
 
         Args:
             mark: Told when the model is touched.
+            made: By the identity of what is on meta, what comes into its place and is made already.
 
         Raises:
             ModelError: If there is not enough memory, or a module does not initialise what only it could.
@@ -128,8 +129,9 @@ class Groundwork:
         if not self.needed:
             return Prepared()
         raw = {**self._on_meta, **self._computed}
-        twins: dict[int, torch.Tensor] = {}
-        for where, names in self._devices.by_device(raw).items():
+        twins = dict(made or {})
+        lacking_memory = {name: tensor for name, tensor in raw.items() if id(tensor) not in twins}
+        for where, names in self._devices.by_device(lacking_memory).items():
             twins |= allocate({name: raw[name] for name in names}, where, self._dtypes)
         mark.touched = True
         lacking = {**{name: self._on_meta[name] for name in self._gaps}, **self._computed}

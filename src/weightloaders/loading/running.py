@@ -16,10 +16,12 @@ from weightloaders.loading.origin import origin_of
 from weightloaders.loading.preparing import groundwork, report_of, show_progress, targets_of, warn_of
 from weightloaders.loading.status import marking
 from weightloaders.loading.watching import settle
-from weightloaders.plan import CallStep, ComputeStep, CopyStep, LoadPlan, Step, step_infos, step_targets
+from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Step, step_infos, step_targets
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
+from weightloaders.transfer.mapped import Mapped, mapped
 from weightloaders.transfer.memory import is_plain
+from weightloaders.transfer.streamed import StreamedTransfer
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
@@ -66,16 +68,22 @@ def run(
         work = groundwork(model, now, context, plan.unfilled, plan.tied)
         with show_progress(context) as progress, marking(model) as mark:
             with context.timed("prepare"):
-                prepared = work.lay(mark)
+                views = mapped(plan.steps, context.device.device_of) if context.transfer.mode == "mmap" else Mapped()
+                prepared = work.lay(mark, views.twins)
                 if prepared.replaced:
                     plan.steps[:] = _for_new_objects(plan.steps, model)
+                mark.touched = mark.touched or bool(views.names)
+                views.put_in()
             try:
                 with context.timed("transfer"):
-                    moved = _transfer(_without_aliases(plan.steps), model, context, progress)
+                    moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress)
             except BaseException as error:
                 # Ctrl-C does not say what was written.
                 mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
+                if isinstance(error, LoadError):
+                    error.written = tuple(sorted({*error.written, *views.names}))
                 raise
+            _tell(views, plan, moved)
             mark.touched = True
             filled = [target for step in plan.steps for target in step_targets(step)]
             for watch in active_watches():
@@ -95,15 +103,31 @@ def run(
     return report
 
 
+def _besides(views: Mapped, steps: list[Step]) -> list[Step]:
+    """The steps for what is not mapped."""
+    return [step for step in steps if views.names.isdisjoint(target.name for target in step_targets(step))]
+
+
+def _tell(views: Mapped, plan: LoadPlan, moved: Transferred) -> None:
+    """Put what was mapped into the account of what was moved."""
+    if views.note:
+        plan.findings.append(Finding("note", "info", views.note))
+    if views.names:
+        moved.bytes_by_path["mapped"] = views.nbytes
+        moved.written |= views.names
+    moved.warnings.extend(views.warnings)
+
+
 def _transfer(
     steps: list[Step], model: nn.Module, context: LoadContext, progress: Callable[[ProgressEvent], object]
 ) -> Transferred:
+    kind = StreamedTransfer if context.transfer.mode == "stream" else Transfer
     called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
     if not called:
-        return Transfer(steps, options=context.transfer, progress=progress).run()
+        return kind(steps, options=context.transfer, progress=progress).run()
     watch = Coverage(called)
     with watching(model, watch):
-        moved = Transfer(steps, options=context.transfer, progress=progress, handed=watch.hand_out).run()
+        moved = kind(steps, options=context.transfer, progress=progress, handed=watch.hand_out).run()
     settle(watch, model, context, "the parameters' own weight_loader", moved)
     return moved
 

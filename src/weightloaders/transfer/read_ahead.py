@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.plan import single_run
-from weightloaders.transfer.engine import habits_for
 from weightloaders.transfer.reuse import ReusedMemory
+from weightloaders.transfer.sources import habits_for
 from weightloaders.weights.reading import enough_memory, memory_of, read_tensor
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ class ReadAhead:
 
     Attributes:
         most_held: Most bytes held at one time: those read ahead, and those handed out last.
+        reads: How many positioned reads were begun.
     """
 
     def __init__(
         self, infos: Sequence[TensorInfo], read: Callable[[TensorInfo], torch.Tensor], options: TransferOptions
     ) -> None:
-        self.most_held = 0
+        self.most_held = self.reads = 0
         self._portions = list(_portions(infos))
         # Those that threads read, in order: not begun yet, and begun with reads that nobody has taken yet.
         self._coming = deque(portion for portion in self._portions if portion.infos[0].is_raw)
@@ -93,6 +94,17 @@ class ReadAhead:
         self._stopped = False
         # Reentrant, because the garbage collector may close the iterator on any thread, in the middle of anything.
         self._changed = threading.Condition(threading.RLock())
+
+    @property
+    def most_to_hold(self) -> int:
+        """Most bytes that it will hold at one time."""
+        sizes = [portion.nbytes for portion in self._portions]
+        return min(sum(sizes), max(self._window, 2 * max(sizes, default=0)))
+
+    @property
+    def reads_in_all(self) -> int:
+        """In how many positioned reads it will have read all."""
+        return sum(map(_reads_of, self._portions))
 
     def __iter__(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
         # Daemons: an iterator that nobody closes must not keep the process from ending.
@@ -180,6 +192,7 @@ class ReadAhead:
             self._changed.notify_all()
             return
         portion.left = len(reads)
+        self.reads += _reads_of(portion)
         self._open.extend((portion, read) for read in reads)
         self._ahead += portion.nbytes
         self._account()
@@ -228,6 +241,14 @@ def _portions(infos: Sequence[TensorInfo]) -> Iterator[_Portion]:
         end = run.offset + run.length
     if batch:
         yield _Portion(batch, end - start)
+
+
+def _reads_of(portion: _Portion) -> int:
+    first = portion.infos[0]
+    run = _run(first)
+    if run is None:
+        return sum(0 not in (extent.shape or ()) for extent in first.extents)
+    return -(-run.length // _CHUNK) if run.length > _BATCH else 1
 
 
 def _run(info: TensorInfo) -> Extent | None:

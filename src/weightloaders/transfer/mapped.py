@@ -1,0 +1,157 @@
+"""Mode ``mmap``: parameters become views of a file's private mapping, where its bytes are their values as they lie.
+
+Nothing is read until it is used, and processes that load the same file share its memory. The mapping is copy on write:
+what is written to a parameter never reaches the file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.dlpack
+
+from weightloaders.errors import WeightLoadersError
+from weightloaders.plan import CopyStep, makes_up_its_target, single_run
+from weightloaders.transfer.memory import bump_versions, is_plain
+from weightloaders.weights.source import FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from weightloaders.plan import Step
+    from weightloaders.targets import Target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Mapped:
+    """What can be mapped instead of read. Nothing of the model is touched until `put_in`.
+
+    Attributes:
+        twins: By the identity of a parameter on meta, what is to be in its place.
+        names: What is mapped. It needs nothing more.
+        nbytes: Bytes of it.
+        warnings: Why files could not be mapped, a sentence each.
+        note: What is mapped, and why the rest is not, as a sentence.
+    """
+
+    twins: dict[int, torch.Tensor] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    nbytes: int = 0
+    warnings: list[str] = field(default_factory=list)
+    note: str = ""
+    _existing: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def put_in(self) -> None:
+        """Give parameters that have memory the file's instead. Each stays the same object."""
+        with torch.inference_mode(False):
+            for tensor, view in self._existing:
+                tensor.data = view
+        bump_versions(tensor for tensor, _ in self._existing)
+
+
+@torch.inference_mode(False)
+def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> Mapped:
+    """Map the files of these steps, where their bytes are what they are to be.
+
+    Args:
+        steps: The steps.
+        device_of: Where a parameter that is on meta is to be.
+
+    Raises:
+        LoadError: If a file is not what it was.
+    """
+    result = Mapped()
+    reasons: dict[str, int] = defaultdict(int)
+    by_file: dict[tuple[str, object], list[tuple[CopyStep, FileSource, int]]] = defaultdict(list)
+    for step in steps:
+        found = _place(step, device_of)
+        if isinstance(found, str):
+            reasons[found] += 1
+        else:
+            by_file[found[1].name, found[1].identity].append(found)
+    for places in by_file.values():
+        source = places[0][1]
+        end = max(offset + step.target.tensor.numel() * step.target.dtype.itemsize for step, _, offset in places)
+        try:
+            memory = _memory_of(source, end)
+        except RuntimeError as error:
+            if isinstance(error, WeightLoadersError):
+                raise
+            result.warnings.append(f"{source.name} can't be mapped and is read: {str(error).splitlines()[0]}")
+            logger.warning("%s", result.warnings[-1])
+            reasons["their file can't be mapped"] += len(places)
+            continue
+        for step, _, offset in places:
+            _add(result, step.target, memory, offset)
+    result.note = f"{len(result.names)} parameters are mapped"
+    if reasons:
+        result.note += "; read: " + ", ".join(f"{count} ({why})" for why, count in reasons.items())
+    return result
+
+
+def _add(result: Mapped, target: Target, memory: torch.Tensor, offset: int) -> None:
+    old = target.tensor
+    nbytes = old.numel() * target.dtype.itemsize
+    # A storage of its own, of just its size, that keeps the mapping alive.
+    storage = torch.utils.dlpack.from_dlpack(memory[offset : offset + nbytes]).untyped_storage()
+    view = torch.empty(0, dtype=target.dtype, device="cpu").set_(storage, 0, old.shape, old.stride())
+    result.names.add(target.name)
+    result.nbytes += nbytes
+    if not old.is_meta:
+        result._existing.append((old, view))  # noqa: SLF001 -- one module
+        return
+    new = torch.nn.Parameter(view, requires_grad=old.requires_grad) if type(old) is torch.nn.Parameter else view
+    new.__dict__.update({**old.__dict__, **new.__dict__})
+    result.twins[id(old)] = new
+
+
+def _memory_of(source: FileSource, nbytes: int) -> torch.Tensor:
+    """The first bytes of a file, mapped privately. torch keeps no descriptor open, as Python's own mapping would."""
+    source.check_unchanged()
+    storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
+    # The name may lead to another file by now.
+    source.check_unchanged()
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _place(step: Step, device_of: Callable[[str], torch.device]) -> tuple[CopyStep, FileSource, int] | str:
+    """The file and the offset at which a target's bytes lie as they are to be, or why there is no such place."""
+    if not isinstance(step, CopyStep):
+        return "computed or handed over"
+    tensor, dtype = step.target.tensor, step.target.dtype
+    if len(step.sources) != 1 or len(step.placements) != 1:
+        return "put together from parts"
+    [info], [placed] = step.sources, step.placements
+    extent = single_run(info)
+    if extent is None or not isinstance(extent.source, FileSource):
+        return "not one run of bytes in a file"
+    if not placed.is_contiguous or not isinstance(placed.source, int):
+        return "not in the order in which they lie"
+    if not (extent.stored_dtype == info.dtype == dtype and extent.is_native):
+        return "of another dtype or byte order"
+    if not makes_up_its_target(step):
+        return "not fitting"
+    offset = extent.offset + placed.source_start * dtype.itemsize
+    if offset % dtype.itemsize:
+        return "not aligned"
+    if (device_of(step.target.name) if tensor.is_meta else tensor.device).type != "cpu":
+        return "not on the CPU"
+    if not (is_plain(tensor) and tensor.is_contiguous() and tensor.numel()) or tensor.is_inference():
+        return "of another kind of memory"
+    if not _is_alone(tensor):
+        return "sharing memory with others"
+    return step, extent.source, offset
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else is a view of a tensor's memory: it would not see the values that come into its place."""
+    storage = tensor.untyped_storage()
+    # The tensor's own reference, and that of the name above.
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001 -- no public word for it
+    return count is not None and count(storage._cdata) == 2  # noqa: SLF001 -- as above
