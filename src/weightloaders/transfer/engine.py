@@ -5,27 +5,27 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightloaders.errors import LoadError, SourceReadError, WeightLoadersError
-from weightloaders.plan import Step, step_infos, step_targets
+from weightloaders.plan import Step, step_targets
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.memory import bump_versions, is_dense
 from weightloaders.transfer.options import TransferOptions
+from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.schedule import Schedule
+from weightloaders.transfer.sources import habits_for, sources_of
 from weightloaders.transfer.workspace import Stopped, Workspace
-from weightloaders.weights.habits import habits_of
+from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from weightloaders.transfer.job import Job
-    from weightloaders.weights.habits import Habits
-    from weightloaders.weights.source import ByteSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,10 @@ class Transfer:
     ) -> None:
         self._steps = steps
         self._progress = progress
-        options = options or TransferOptions()
+        self._options = options or TransferOptions()
         self._sources = sources_of(steps)
-        self._habits = habits_for(self._sources, options)
-        self._space = Workspace(handed, options.extra_memory, self._habits.threads)
+        self._threads = habits_for(self._sources, self._options).threads
+        self._space = Workspace(handed, self._options.extra_memory, self._threads)
         self._total = 0
         self._start = 0.0
         self._lock = threading.Lock()
@@ -118,10 +118,7 @@ class Transfer:
             self._total = sum(job.nbytes for job in jobs)
             self._advance(None)
             self._run_pooled([job for job in jobs if job.pooled])
-            # Code of others (a loader's `read`, a rule's function) runs here, one at a time, on the caller's thread.
-            for job in jobs:
-                if not job.pooled:
-                    self._do(job)
+            self._run_here([job for job in jobs if not job.pooled])
             self._check_sources()
         except WeightLoadersError as error:
             raise LoadError(
@@ -146,7 +143,7 @@ class Transfer:
     def _run_pooled(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        threads = min(self._habits.threads, len(jobs))
+        threads = min(self._threads, len(jobs))
         schedule = Schedule(jobs)
         with ThreadPoolExecutor(threads, "weightloaders") as pool:
             pending = {pool.submit(self._work_off, schedule) for _ in range(threads)}
@@ -160,6 +157,18 @@ class Transfer:
                 # The threads stop at their next job.
                 self._space.stop()
                 raise
+        self._space.forget_buffers()
+
+    def _run_here(self, jobs: Sequence[Job]) -> None:
+        """Code of others (a loader's `read`, a rule's function) runs one at a time, on the caller's thread.
+
+        What it will ask for next is read meanwhile.
+        """
+        ahead = ReadAhead([info for job in jobs for info in job.ahead], read_tensor, self._options)
+        with self._space.reading_ahead(ahead):
+            for job in jobs:
+                self._do(job)
+        self._result.reads += ahead.reads
 
     def _work_off(self, schedule: Schedule) -> None:
         file = None
@@ -239,18 +248,6 @@ class Transfer:
         for source in self._sources:
             if isinstance(source, FileSource):
                 source.check_unchanged()
-
-
-def sources_of(steps: Iterable[Step]) -> list[ByteSource]:
-    """What these steps read from, each once."""
-    sources = {e.source.name: e.source for step in steps for info in step_infos(step) for e in info.extents}
-    return list(sources.values())
-
-
-def habits_for(sources: Iterable[ByteSource], options: TransferOptions) -> Habits:
-    """How these are read with these options."""
-    habits = habits_of(sources, options.storage)
-    return habits if options.threads is None else replace(habits, threads=options.threads)
 
 
 class _SingleThreadedTorch:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from weightloaders.mapping.placement import is_empty
 from weightloaders.plan import CopyStep, Forecast
-from weightloaders.transfer.engine import habits_for, sources_of
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.options import TransferOptions
+from weightloaders.transfer.read_ahead import ReadAhead
+from weightloaders.transfer.sources import habits_for, sources_of
 from weightloaders.transfer.workspace import Workspace
+from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +33,8 @@ def forecast(steps: Sequence[Step]) -> Forecast:
     threads = habits_for(sources_of(steps), options).threads
     space = Workspace(extra_memory=options.extra_memory, threads=threads)
     jobs = jobs_of(steps, space, unfit=lambda _: None)
+    # As in `Transfer`: what code of others asks for, in the order of its jobs.
+    ahead = ReadAhead([info for job in jobs for info in job.ahead], read_tensor, options)
     by_path: dict[str, int] = defaultdict(int)
     for job in jobs:
         by_path[job.path] += job.nbytes
@@ -39,7 +43,7 @@ def forecast(steps: Sequence[Step]) -> Forecast:
     contiguous = sum(placed.is_contiguous for placed in pieces)
     return Forecast(
         bytes_to_read=sum(job.nbytes for job in jobs),
-        reads=sum(job.reads for job in jobs),
+        reads=sum(job.reads for job in jobs) + ahead.reads_in_all,
         straight=by_path["straight"],
         buffered=by_path["buffered"],
         assembled=by_path["assembled"],
@@ -47,20 +51,20 @@ def forecast(steps: Sequence[Step]) -> Forecast:
         handed_over=by_path["handed over"],
         contiguous=contiguous,
         strided=len(pieces) - contiguous,
-        extra_memory=_extra_memory(jobs, threads, options.extra_memory),
+        extra_memory=_extra_memory(jobs, threads, options.extra_memory, ahead.most_to_hold),
     )
 
 
-def _extra_memory(jobs: Sequence[Job], threads: int, limit: int) -> int:
+def _extra_memory(jobs: Sequence[Job], threads: int, limit: int, ahead: int) -> int:
     """The most that is held at one time: as if the jobs that hold most met on all threads, and there was room."""
     pooled = [job for job in jobs if job.pooled]
     alone = [job for job in jobs if not job.pooled]
-    threads = min(threads, len(pooled))
-    # A thread keeps its buffer until all is done; the caller's own thread may have one, too.
     buffer = max((job.buffer for job in jobs), default=0)
-    users = min(threads, sum(job.buffer > 0 for job in pooled)) + any(job.buffer for job in alone)
-    buffers = buffer * users
+    threads = min(threads, len(pooled))
+    # A thread keeps its buffer until all are done.
+    buffers = buffer * min(threads, sum(job.buffer > 0 for job in pooled))
     most = heapq.nlargest(threads, (job.held for job in pooled))
     # One job alone may hold more than there is room for; others wait then.
-    at_once = min(sum(most), max([limit - buffers, *most[:1]]))
-    return buffers + max([at_once, *(job.held for job in alone)])
+    at_once = buffers + min(sum(most), max([limit - buffers, *most[:1]]))
+    own_buffer = buffer if any(job.buffer for job in alone) else 0
+    return max(at_once, max((job.held for job in alone), default=0) + own_buffer + ahead)

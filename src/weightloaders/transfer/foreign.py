@@ -12,7 +12,6 @@ from weightloaders.mapping.dtypes import may_cast
 from weightloaders.plan import CallStep, ComputeStep, step_infos, step_targets
 from weightloaders.transfer.job import Job
 from weightloaders.transfer.workspace import writing
-from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,22 +23,19 @@ if TYPE_CHECKING:
 def compute(step: ComputeStep, space: Workspace) -> Job:
     """The job of a step that reads tensors and runs a function on them."""
     infos, targets = step_infos(step), step_targets(step)
-    nbytes, reads, held = (sum(count) for count in zip(*map(taken_by, infos), strict=True)) if infos else (0, 0, 0)
-    held += sum(target.tensor.numel() * target.dtype.itemsize for target in targets)
+    held = sum(info.nbytes for info in infos) + sum(target.tensor.numel() * target.dtype.itemsize for target in targets)
+    nbytes = sum(info.bytes_stored for info in infos)
     work = functools.partial(_compute, step, space)
-    return Job(*place_of(infos), nbytes, tuple(targets), work, "computed", reads, held, pooled=False)
+    ahead = tuple(info for info in infos if info.is_raw)
+    return Job(*place_of(infos), nbytes, tuple(targets), work, "computed", 0, held, pooled=False, ahead=ahead)
 
 
 def call(step: CallStep, space: Workspace) -> Job:
     """The job of a step that hands a tensor over."""
-    nbytes, reads, held = taken_by(step.info)
     work = functools.partial(_call, step, space)
-    return Job(*place_of([step.info]), nbytes, (step.target,), work, "handed over", reads, held, pooled=False)
-
-
-def taken_by(info: TensorInfo) -> tuple[int, int, int]:
-    """What reading a tensor whole takes: bytes, positioned reads, memory."""
-    return info.bytes_stored, sum(0 not in (extent.shape or ()) for extent in info.extents), info.nbytes
+    ahead, place = (step.info,) if step.info.is_raw else (), place_of([step.info])
+    nbytes, held = step.info.bytes_stored, step.info.nbytes
+    return Job(*place, nbytes, (step.target,), work, "handed over", 0, held, pooled=False, ahead=ahead)
 
 
 def place_of(infos: Sequence[TensorInfo]) -> tuple[str, int]:
@@ -51,7 +47,8 @@ def place_of(infos: Sequence[TensorInfo]) -> tuple[str, int]:
 def _compute(step: ComputeStep, space: Workspace) -> None:
     rule = "; ".join(step.rules)
     arguments = [
-        [_own(info) for info in source] if isinstance(source, tuple) else _own(source) for source in step.sources
+        [space.own(info) for info in source] if isinstance(source, tuple) else space.own(source)
+        for source in step.sources
     ]
     try:
         results = step.function(arguments)
@@ -75,14 +72,8 @@ def _compute(step: ComputeStep, space: Workspace) -> None:
             space.store(result.detach(), target.tensor, name)
 
 
-def _own(info: TensorInfo) -> torch.Tensor:
-    """A tensor that code of others may write to: what a `read` returned may still be somebody else's."""
-    tensor = read_tensor(info)
-    return tensor.detach().clone() if info.read is not None else tensor
-
-
 def _call(step: CallStep, space: Workspace) -> None:
-    tensor = _own(step.info)
+    tensor = space.own(step.info)
     if space.handed is not None:
         space.handed(step.info.name, tensor)
     loader: Any = step.target.tensor.weight_loader  # type: ignore[attr-defined]

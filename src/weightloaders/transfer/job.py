@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightloaders.targets import Target
+    from weightloaders.weights.info import TensorInfo
     from weightloaders.weights.source import ByteSource
 
 # How bytes get where they belong.
@@ -52,10 +53,11 @@ class Job:
         targets: What it writes, in the order of ``starts``.
         work: Does it.
         path: How its bytes get where they belong.
-        reads: In how many positioned reads.
+        reads: In how many positioned reads, beside those for what it has asked for ahead.
         held: Memory that it holds meanwhile, in bytes; beside the thread's own buffer.
         pooled: Whether any thread may do it; else it runs code of others, and is done on the caller's thread.
         buffer: How much of the thread's own buffer it takes, in bytes.
+        ahead: What it asks for whole, in this order, so that it can be read before.
         starts: Where in the file the bytes of each target begin, if it reads those of several, one after the other.
     """
 
@@ -69,4 +71,5 @@ class Job:
     held: int = 0
     pooled: bool = True
     buffer: int = 0
+    ahead: tuple[TensorInfo, ...] = ()
     starts: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from weightloaders.errors import LoadError
 from weightloaders.mapping.composing import TooManyPlacements, compose, restrict
 from weightloaders.mapping.placement import Constant, Placement, Source, is_empty, placement
 from weightloaders.plan import CallStep, CopyStep, Step, makes_up_its_target, single_run
-from weightloaders.transfer.foreign import call, compute, place_of, taken_by
+from weightloaders.transfer.foreign import call, compute, place_of
 from weightloaders.transfer.job import Job, Piece
 from weightloaders.transfer.memory import is_dense, is_plain
 from weightloaders.transfer.merging import merged
@@ -201,11 +201,13 @@ def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Pie
         info = step.sources[source]
         runs = _runs_of(info, parts)
         if runs is None:
-            nbytes, reads, held = taken_by(info)
+            reads = sum(0 not in (extent.shape or ()) for extent in info.extents)
             # Boxes are read one by one and put together.
-            held += max((extent.length for extent in info.extents), default=0)
+            held = info.nbytes + max((extent.length for extent in info.extents), default=0)
             work = functools.partial(_whole, info, parts, target, space)
-            yield Job(*place_of([info]), nbytes, (target,), work, "assembled", reads, held, pooled=info.is_raw)
+            yield Job(
+                *place_of([info]), info.bytes_stored, (target,), work, "assembled", reads, held, pooled=info.is_raw
+            )
             continue
         for extent, copies in runs:
             rest = copies

@@ -12,8 +12,9 @@ from weightloaders.errors import LoadError
 from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
+    from weightloaders.transfer.read_ahead import ReadAhead
     from weightloaders.weights.info import TensorInfo
 
 # Small enough for the processor's cache, large enough that reading it is not all overhead.
@@ -51,9 +52,11 @@ class Workspace:
         self.infinities: list[str] = []
         self._limit = extra_memory
         self._held = 0
+        self._buffers = 0
         self._holders = 0
         self._change = threading.Condition()
         self._stopped = False
+        self._ahead: Generator[tuple[TensorInfo, torch.Tensor]] | None = None
         self._own = threading.local()
         self._last: tuple[TensorInfo, torch.Tensor] | None = None
 
@@ -62,10 +65,16 @@ class Workspace:
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None:
             memory = self._own.memory = torch.empty(self.buffer_needed, dtype=torch.uint8, device="cpu")
-            # Held until the transfer is done.
             with self._change:
+                self._buffers += self.buffer_needed
                 self._account(self.buffer_needed)
         return memory[:nbytes]
+
+    def forget_buffers(self) -> None:
+        """The threads that had buffers have ended."""
+        self._own = threading.local()
+        self._account(-self._buffers)
+        self._buffers = 0
 
     @contextlib.contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
@@ -116,6 +125,24 @@ class Workspace:
             self._last = None
             self._last = (info, read_tensor(info))
         return self._last[1]
+
+    @contextlib.contextmanager
+    def reading_ahead(self, ahead: ReadAhead) -> Iterator[None]:
+        """Within this, `own` has what is read ahead."""
+        before, self.most_held = self.most_held, self._held
+        try:
+            with contextlib.closing(iter(ahead)) as self._ahead:
+                yield
+        finally:
+            self._ahead = None
+            self.most_held = max(before, self.most_held + ahead.most_held)
+
+    def own(self, info: TensorInfo) -> torch.Tensor:
+        """A tensor that code of others may write to, and keep."""
+        if info.read is not None:
+            # It may still be somebody else's.
+            return read_tensor(info).detach().clone()
+        return read_tensor(info) if self._ahead is None else next(self._ahead)[1]
 
     def forget(self) -> None:
         """Let go of what `read` kept."""
