@@ -1,10 +1,10 @@
-"""How sources are read best, by what they lie on: how many at once, in how large pieces, with which advice."""
+"""How sources are read best, by what they lie on."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
 from weightloaders.errors import ConfigError
@@ -12,7 +12,7 @@ from weightloaders.weights.source import FileSource
 from weightloaders.weights.storage import Kind, storage_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from weightloaders.weights.source import ByteSource
 
@@ -26,31 +26,13 @@ class Habits:
 
     Attributes:
         kind: What they lie on.
-        threads: Threads in all, at most.
-        per_file: Readers of one file at one time, at most.
-        chunk: Bytes asked for at once.
-        sequential: Whether the system is told that files are read from front to back.
-        why: How it is known what they lie on.
+        why: How that is known.
+        threads: How many threads read, at most.
     """
 
     kind: Kind
+    why: str
     threads: int
-    per_file: int
-    chunk: int
-    sequential: bool
-    why: str = ""
-
-
-_HABITS: Mapping[Kind, Habits] = {
-    # A disk reads ahead for one reader a file; more threads than four gain nothing there.
-    "local": Habits("local", threads=4, per_file=1, chunk=16 << 20, sequential=True),
-    # A head can be in one place at one time.
-    "rotational": Habits("rotational", threads=1, per_file=1, chunk=16 << 20, sequential=True),
-    # What takes long is the way there and back, so many are on the way at once.
-    "network": Habits("network", threads=16, per_file=8, chunk=16 << 20, sequential=True),
-    # Nothing is waited for, and there is nothing to read ahead.
-    "memory": Habits("memory", threads=64, per_file=64, chunk=16 << 20, sequential=False),
-}
 
 
 def habits_of(sources: Iterable[ByteSource], storage: Kind | None = None) -> Habits:
@@ -66,9 +48,21 @@ def habits_of(sources: Iterable[ByteSource], storage: Kind | None = None) -> Hab
     """
     asked = storage or asked_for()
     kind, why = (asked, "as asked for") if asked else _most_of(sources)
-    habits = _HABITS[kind]
-    threads = habits.threads if kind == "network" else min(habits.threads, usable_processors())
-    return replace(habits, threads=threads, per_file=min(habits.per_file, threads), why=why)
+    return Habits(kind, why, _threads(kind))
+
+
+def _threads(kind: Kind) -> int:
+    processors = usable_processors()
+    return {
+        # Copying keeps a processor busy, and a few readers keep a disk busy. More of them defeat its reading ahead.
+        "local": min(processors, 4),
+        # The head can be in one place at one time.
+        "rotational": 1,
+        # What takes long is the way there and back. So many are on the way at once, and most of them only wait.
+        "network": 16,
+        # Nothing is waited for, so there is work for each processor; beyond this, memory itself is the limit.
+        "memory": min(processors, 16),
+    }[kind]
 
 
 def asked_for() -> Kind | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["local", "rotational", "network", "memory"]
 
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_SYS = Path("/sys")
 # Names as mountinfo has them. FUSE is told apart by its prefix, and by `fuseblk` where it has a disk below it.
 _NETWORK = frozenset(
     {
@@ -30,8 +32,7 @@ _NETWORK = frozenset(
 _MEMORY = frozenset({"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"})
 _REMOTE_DISK = re.compile(r"(nbd|rbd|drbd)\d")
 _MEMORY_DISK = re.compile(r"(ram|pmem|zram)\d")
-# Virtual disks, by their place among the devices (virtio, Xen, Hyper-V) or by their vendor (QEMU, VMware, VirtualBox,
-# Google and Amazon).
+# Virtual disks, by their place among the devices (virtio, Xen, Hyper-V), or by a word of their vendor or model.
 _VIRTUAL_DEVICE = re.compile(r"/(virtio\d|vbd-|VMBUS:)", re.IGNORECASE)
 _VIRTUAL_VENDORS = frozenset({"amazon", "google", "msft", "qemu", "vbox", "vmware"})
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -86,7 +87,7 @@ class Mount(NamedTuple):
 def mounts() -> list[Mount]:
     """What is mounted, in the order of mounting; empty where the system has no mountinfo."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
+        lines = _MOUNTINFO.read_text("utf-8", "surrogateescape").splitlines()
     except OSError:
         return []
     return [mount for line in lines if (mount := _mount(line)) is not None]
@@ -117,7 +118,7 @@ def _on_linux(path: Path) -> Storage:
     if name in _NETWORK or name.startswith("fuse."):
         through = "every read goes through another process, and mostly to a network" if "fuse" in name else "a network"
         return Storage("network", f"{name}: {through}", name, source)
-    return _of_disk(mount)
+    return _of_disks(mount)
 
 
 def _mount_of(path: Path) -> Mount | None:
@@ -133,29 +134,35 @@ def _mount_of(path: Path) -> Mount | None:
     return max(reversed(above), key=lambda mount: len(mount.point), default=None)
 
 
-def _of_disk(mount: Mount) -> Storage:
-    filesystem, source = mount.filesystem, mount.source
-    disks = list(_disks(_sysfs(mount)))
-    if not disks:
-        return Storage("local", "no disk of its own is known", filesystem, source)
-    turning = ""
-    for disk in disks:
-        if _REMOTE_DISK.match(disk.name):
-            return Storage("network", f"{disk.name} is a disk on a network", filesystem, source)
-        if _MEMORY_DISK.match(disk.name):
-            return Storage("memory", f"{disk.name} is memory", filesystem, source)
-        if _first_line(disk / "queue/rotational") == "1":
-            if not _is_virtual(disk):
-                return Storage("rotational", f"{disk.name} has turning parts", filesystem, source)
-            turning = f"{disk.name} says that it turns, as virtual disks do whatever lies below them"
-    return Storage("local", turning or f"{disks[0].name} has no turning parts", filesystem, source)
+def _of_disks(mount: Mount) -> Storage:
+    found = [_of_disk(disk) for disk in _disks(_sysfs(mount))] or [Storage("local", "no disk of its own is known")]
+    # One that is slow to reach, or has to turn, is felt whatever the others are.
+    felt = next((storage for storage in found if storage.kind in ("network", "rotational")), found[0])
+    return replace(felt, filesystem=mount.filesystem, device=mount.source)
+
+
+def _of_disk(disk: Path) -> Storage:
+    name = disk.name
+    image = _text(disk / "loop/backing_file")
+    if image:
+        below = storage_of(image)
+        return replace(below, why=f"{name} is the file {image}, and {below.why}")
+    if _REMOTE_DISK.match(name):
+        return Storage("network", f"{name} is a disk on a network")
+    if _MEMORY_DISK.match(name):
+        return Storage("memory", f"{name} is memory")
+    if _text(disk / "queue/rotational") != "1":
+        return Storage("local", f"{name} has no turning parts")
+    if _is_virtual(disk):
+        return Storage("local", f"{name} says that it turns, as virtual disks do whatever lies below them")
+    return Storage("rotational", f"{name} has turning parts")
 
 
 def _sysfs(mount: Mount) -> Path | None:
     """The folder that describes what was mounted; also for file systems with numbers of their own."""
-    folder = Path("/sys/dev/block", mount.number)
+    folder = _SYS / "dev/block" / mount.number
     if not folder.exists() and mount.source.startswith("/dev/"):
-        folder = Path("/sys/class/block", Path(os.path.realpath(mount.source)).name)
+        folder = _SYS / "class/block" / Path(os.path.realpath(mount.source)).name
     return folder.resolve() if folder.exists() else None
 
 
@@ -173,13 +180,13 @@ def _disks(device: Path | None, depth: int = 8) -> Iterator[Path]:
 
 
 def _is_virtual(disk: Path) -> bool:
-    vendor = _first_line(disk / "device/vendor").lower()
-    return _VIRTUAL_DEVICE.search(str(disk)) is not None or vendor in _VIRTUAL_VENDORS
+    words = f"{_text(disk / 'device/vendor')} {_text(disk / 'device/model')}".lower().replace(",", " ").split()
+    return _VIRTUAL_DEVICE.search(str(disk)) is not None or not _VIRTUAL_VENDORS.isdisjoint(words)
 
 
-def _first_line(path: Path) -> str:
+def _text(path: Path) -> str:
     try:
-        return path.read_text("ascii", "replace").strip()
+        return path.read_text("utf-8", "surrogateescape").strip()
     except OSError:
         return ""
 
