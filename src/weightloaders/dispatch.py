@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weightloaders.errors import MissingDependencyError, ModelError, summary
 from weightloaders.transfer.device_map import DeviceMap
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -70,9 +71,41 @@ def dispatch(model: Any, device_map: DeviceMap) -> None:
 
     dispatch_model(
         model,
-        device_map={name: _as_accelerate_says(where) for name, where in device_map.entries.items()},
+        device_map={name: _as_accelerate_says(where) for name, where in _apart(model, device_map).items()},
         skip_keys=getattr(model, "_skip_keys_device_placement", None),
     )
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a transformers model takes its inputs."""
+    device: torch.device = model.device
+    # What accelerate keeps on the CPU until it is needed lies on meta, and the model's first parameter may be of that.
+    hook = getattr(model, "_hf_hook", None)
+    return torch.device(hook.execution_device) if device.type == "meta" and hook is not None else device
+
+
+def _apart(model: nn.Module, device_map: DeviceMap) -> dict[str, torch.device]:
+    """The same map without entries that lie within each other: hooks are only put where there is an entry.
+
+    With ``{"": 0, "layers.1": 1}`` nobody would move what flows from the second layer to the third back to device 0.
+    """
+    split = {name[:at] for name in device_map.entries for at, letter in enumerate(name) if letter == "."}
+    split |= {""} if device_map.entries.keys() != {""} else set()
+    found: dict[str, torch.device] = {}
+
+    def add(module: nn.Module, name: str) -> None:
+        if name not in split:
+            found[name] = device_map.device_of(name)
+            return
+        within = f"{name}." if name else ""
+        for key, child in module.named_children():
+            if next(child.parameters(), None) is not None or next(child.buffers(), None) is not None:
+                add(child, within + key)
+        for key, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            found[within + key] = device_map.device_of(within + key)
+
+    add(model, "")
+    return found
 
 
 def _as_accelerate_says(where: torch.device) -> str | int:

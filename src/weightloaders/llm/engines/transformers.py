@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from weightloaders import api, loading
+from weightloaders.dispatch import input_device
 from weightloaders.errors import ConfigError, ModelError, WeightLoadersError, summary
 from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
@@ -163,7 +164,7 @@ class TransformersEngine:
             max_tokens=min(limits),
             eos_ids=self._eos_ids(),
             tokenizer=self.tokenizer,
-            device=self.model.device,
+            device=input_device(self.model),
         )
 
     def _eos_ids(self) -> frozenset[int]:
@@ -197,9 +198,9 @@ class TransformersEngine:
         mask = torch.nn.utils.rnn.pad_sequence(
             [torch.ones_like(prompt) for prompt in prompts], batch_first=True, padding_side=side
         )
-        inputs = {"input_ids": ids.to(self.model.device)}
+        inputs = {"input_ids": ids.to(input_device(self.model))}
         if self._takes_mask():
-            inputs["attention_mask"] = mask.to(self.model.device)
+            inputs["attention_mask"] = mask.to(input_device(self.model))
         self.model.generate(
             **inputs,
             # Everything that the model's own generation config might add is switched off: sequences decide themselves.
