@@ -104,52 +104,53 @@ class DirectSource(FileSource):
         reads: Has the buffers, and is told where the file system refuses.
     """
 
-    __slots__ = ("_alignment", "_reads", "_refused")
+    __slots__ = ("_alignment", "_reads")
 
     def __init__(self, source: FileSource, reads: DirectReads) -> None:
         self.path, self.name, self._stat = source.path, source.name, source.identity
         self._reads = reads
         self._alignment: Alignment | None = None
-        self._refused = False
 
     def open(self, flags: int = 0) -> int:
         """A new descriptor. See `FileSource.open`."""
-        if _O_DIRECT and not self._refused:
+        if _O_DIRECT:
             try:
-                descriptor = super().open(flags | _O_DIRECT)
+                return super().open(flags | _O_DIRECT)
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-            else:
-                self._alignment = alignment_of(descriptor)
-                if self._alignment is not None:
-                    return descriptor
-                os.close(descriptor)
         descriptor = super().open(flags)
         if sys.platform == "darwin":
             fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
-        else:
-            self._refuse()
         return descriptor
 
-    def _refuse(self) -> None:
-        self._alignment, self._refused = None, True
-        self._reads.refused(self)
-
     def _read_some(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        alignment = self._alignment
-        if alignment is not None and hasattr(os, "preadv"):
-            batch = arrange(views, offset, alignment, self._reads.buffer())
-            try:
-                return batch.spread(os.preadv(descriptor, batch.vectors, batch.start))
-            except OSError as error:
-                if error.errno not in _REFUSALS:
-                    raise
-                # Some refuse only when they are to read.
-                if sys.platform != "win32":
-                    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_O_DIRECT)
-                self._refuse()
+        # Descriptors are shared with other sources of the file, so what they can do is asked of them.
+        if is_direct(descriptor) and hasattr(os, "preadv"):
+            self._alignment = self._alignment or alignment_of(descriptor)
+            if self._alignment is not None:
+                batch = arrange(views, offset, self._alignment, self._reads.buffer())
+                try:
+                    return batch.spread(os.preadv(descriptor, batch.vectors, batch.start))
+                except OSError as error:
+                    # Some refuse only when they are to read.
+                    if error.errno not in _REFUSALS:
+                        raise
+            make_indirect(descriptor)
+        if sys.platform != "darwin":
+            self._reads.refused(self)
         return super()._read_some(descriptor, views, offset)
+
+
+def is_direct(descriptor: int) -> bool:
+    """Whether reads go past the page cache, and so have to be aligned."""
+    return sys.platform != "win32" and bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _O_DIRECT)
+
+
+def make_indirect(descriptor: int) -> None:
+    """Let reads go through the page cache from now on."""
+    if sys.platform != "win32":
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_O_DIRECT)
 
 
 def alignment_of(descriptor: int) -> Alignment | None:
