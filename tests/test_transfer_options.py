@@ -13,7 +13,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from weightloaders import LLM, TransferOptions, from_pretrained, load_into, load_model
+from weightloaders import (
+    LLM,
+    LoadPlan,
+    TransferOptions,
+    from_pretrained,
+    load_into,
+    load_model,
+    open_weights,
+    plan_load,
+)
 from weightloaders.cli.main import app
 from weightloaders.config import LLMConfig
 from weightloaders.errors import ConfigError
@@ -82,6 +91,7 @@ def test_a_mistake_is_found_before_anything_is_opened(case, tmp_path):
         lambda: load_model(Never(), tmp_path / "nowhere", transfer=value),
         lambda: from_pretrained(tmp_path / "nowhere", transfer=value),
         lambda: LLM(tmp_path / "nowhere", transfer=value),
+        lambda: plan_load(Never(), tmp_path / "nowhere", transfer=value),
     ):
         with pytest.raises(ConfigError) as error:
             call()
@@ -162,3 +172,14 @@ def test_every_mode_fills_a_model(mode, tmp_path):
     model = nn.Linear(4, 3)
     load_into(model, tmp_path, transfer=mode, progress=False)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_plan_is_run_as_was_said_when_it_was_made(tmp_path):
+    save_file({"weight": torch.randn(3, 4)}, tmp_path / "model.safetensors")
+    model = nn.Linear(4, 3, bias=False)
+    with open_weights(tmp_path) as weights:
+        plan = plan_load(model, weights, transfer="mmap")
+        again = plan_load(model, weights, plan=LoadPlan.from_json(plan.to_json()), transfer="stream")
+        assert plan.run(model).bytes_by_path == {"mapped": 48}
+        assert again.run(model).bytes_by_path == {"streamed": 48}
+        assert plan_load(model, weights).run(model).bytes_by_path == {"straight": 48}

@@ -95,6 +95,7 @@ def plan_load(
     loader_kwargs: Mapping[str, Any] | None = None,
     plan: LoadPlan | None = None,
     trust: Sequence[Trusted] = (),
+    transfer: TransferOption = "direct",
 ) -> LoadPlan:
     """Say what a load would do, from headers alone.
 
@@ -114,6 +115,7 @@ def plan_load(
             the weights. It has rules and policies of its own.
         trust: The functions that such a plan may run, themselves or as ``"package.module:function"``. Ready-made
             layouts and transformers' conversions need not be named.
+        transfer: How bytes are moved when the plan is run; see `load_into`.
 
     Returns:
         The plan; `LoadPlan.run` carries it out as long as the weights are open.
@@ -129,11 +131,11 @@ def plan_load(
             "a plan that was read back was made by rules and policies of its own",
             hint="leave out rules, policies and automatic; or leave out plan, and a new one is made by them",
         )
+    context = load_context(rules, on_missing, on_unexpected, on_mismatch, automatic=automatic, transfer=transfer)
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
     if plan is not None:
-        return prove_plan(model, as_catalogue(weights), plan, trust)
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, automatic=automatic)
+        return prove_plan(model, as_catalogue(weights), plan, trust, context)
     return make_plan(model, as_catalogue(weights), context)
 
 

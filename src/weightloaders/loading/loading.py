@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,7 +190,9 @@ def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadP
     return _runnable(_plan(model, weights, targets, context), weights, targets, context)
 
 
-def prove_plan(model: nn.Module, weights: Weights, plan: LoadPlan, trust: Sequence[Trusted]) -> LoadPlan:
+def prove_plan(
+    model: nn.Module, weights: Weights, plan: LoadPlan, trust: Sequence[Trusted], context: LoadContext
+) -> LoadPlan:
     """A plan that was read back, proved against a model and a catalogue. No data is read.
 
     Raises:
@@ -197,7 +200,7 @@ def prove_plan(model: nn.Module, weights: Weights, plan: LoadPlan, trust: Sequen
         RuleError: If it would run a function that is not known, and not trusted.
     """
     check_is_module(model)
-    context = LoadContext(ties=hf.pending_ties(model))
+    context = context.changed(ties=hf.pending_ties(model))
     targets = targets_of(model, context)
     weights.check_open()
     return _runnable(proved(plan, targets, weights.infos(), trust), weights, targets, context)
@@ -214,7 +217,7 @@ def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadC
             make_ties(model, context, report.loaded)
             return report
 
-    plan.runner, plan.forecaster = runner, forecast
+    plan.runner, plan.forecaster = runner, partial(forecast, options=context.transfer)
     return plan
 
 
@@ -233,7 +236,7 @@ def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadCon
     )
     plan = planner.plan(weights.infos(), notes=weights.notes, skipped=weights.skipped_files)
     plan.decided_by[:0] = decided_by
-    plan.forecaster = forecast
+    plan.forecaster = partial(forecast, options=context.transfer)
     return plan
 
 

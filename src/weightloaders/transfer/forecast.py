@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from weightloaders.transfer.job import Job
 
 
-def forecast(steps: Sequence[Step]) -> Forecast:
+def forecast(steps: Sequence[Step], options: TransferOptions | None = None) -> Forecast:
     """What carrying out these steps will take. Nothing is read, and nothing is allocated.
 
     Args:
         steps: The steps. Targets on meta are thought of as on the CPU. One that does not make up its target is never
             carried out, and takes nothing.
+        options: How they will be carried out. Whatever the mode, what is told is what reading straight takes.
     """
-    options = TransferOptions()
+    options = options or TransferOptions()
     threads = habits_for(sources_of(steps), options).threads
     space = Workspace(extra_memory=options.extra_memory, threads=threads)
     jobs = jobs_of(steps, space, unfit=lambda _: None)
