@@ -15,6 +15,8 @@ import typer
 from weightloaders import __version__
 from weightloaders.cli.common import counted, say, say_table
 from weightloaders.report import bytes_text
+from weightloaders.weights.habits import usable_processors
+from weightloaders.weights.storage import storage_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,7 +36,8 @@ _PACKAGES = (
 _MODULES = ("torch", "transformers", "safetensors", "huggingface_hub")
 _VARIABLES = (
     "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN",
-    "WEIGHTLOADERS_DISABLE", "WEIGHTLOADERS_PROGRESS", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS",
+    "WEIGHTLOADERS_DISABLE", "WEIGHTLOADERS_PROGRESS", "WEIGHTLOADERS_STORAGE", "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
 )  # fmt: skip
 _SECRET = ("HF_TOKEN",)
 
@@ -113,8 +116,7 @@ def _accelerators() -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield "cores", f"{usable} usable of {os.cpu_count()}", False
+    yield "cores", f"{usable_processors()} usable of {os.cpu_count()}", False
     memory = {key: value.split() for key, _, value in (line.partition(":") for line in _lines_of("/proc/meminfo"))}
     if "MemTotal" in memory and "MemAvailable" in memory:
         # The kernel's kB are of 1024 bytes.
@@ -127,23 +129,15 @@ def _machine() -> Iterator[Finding]:
     for what, path in (("working directory", Path.cwd()), ("hub cache", _hub_cache())):
         there = next(parent for parent in (path, *path.parents) if parent.exists())
         usage = shutil.disk_usage(there)
-        yield what, f"{path}: {bytes_text(usage.free)} free of {bytes_text(usage.total)}, {_file_system(there)}", False
+        lies_on = storage_of(there)
+        said = f"{lies_on.filesystem}, {lies_on.kind} ({lies_on.why})".removeprefix(", ")
+        yield what, f"{path}: {bytes_text(usage.free)} free of {bytes_text(usage.total)}, {said}", False
 
 
 def _hub_cache() -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
-
-
-def _file_system(path: Path) -> str:
-    """What kind of file system a path is on, as Linux tells; network ones want other ways of reading."""
-    best = ("", "unknown file system")
-    for line in _lines_of("/proc/mounts"):
-        _, mount, kind, *_ = line.split(" ")
-        if path.is_relative_to(mount) and len(mount) > len(best[0]):
-            best = (mount, kind)
-    return best[1]
 
 
 def _lines_of(path: str) -> list[str]:
