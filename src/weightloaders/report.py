@@ -48,8 +48,8 @@ class LoadReport:
         bytes_read: Bytes read from the source.
         bytes_by_path: The same by how they got where they belong: ``straight`` into the parameters' own memory,
             ``buffered`` (cast or scattered, through a small buffer), ``assembled`` (put together beside the parameter),
-            ``computed`` and ``handed over`` (to a parameter's own ``weight_loader``). Empty where
-            no plan was carried out (a stream, code of others).
+            ``computed`` and ``handed over`` (to a parameter's own ``weight_loader``); ``streamed`` in that mode.
+            What is ``mapped`` was not read. Empty where no plan was carried out (a stream, code of others).
         reads: In how many positioned reads.
         seconds: From the first step to the last, in seconds.
         phases: What they went into, in seconds: ``open`` (the catalogue), ``plan``, ``prepare`` (memory and first
