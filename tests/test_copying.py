@@ -42,7 +42,7 @@ def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.fixture
 def every_size_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits so small that tensors of a few hundred bytes meet them all."""
-    monkeypatch.setattr(copying, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(copying, "SMALL_BYTES", 0)
     monkeypatch.setattr(copying, "_LINE_BYTES", 16)
     monkeypatch.setattr(copying, "_RUN_BYTES", 32)
     monkeypatch.setattr(copying, "_LINES_AT_ONCE", 3)

@@ -244,7 +244,9 @@ def test_a_parameter_that_is_not_in_row_major_order_is_put_together_in_blocks(
 
 
 def test_jobs_that_would_hold_more_together_than_is_allowed_wait_for_each_other() -> None:
-    space, most, running, lock = Workspace(extra_memory=100), 0, 0, threading.Lock()
+    space, most, running, lock = Workspace(extra_memory=4 * MIB), 0, 0, threading.Lock()
+    part = space.room // 2
+    assert 0 < part < 2 * MIB
 
     def hold(nbytes: int) -> None:
         nonlocal most, running
@@ -256,32 +258,31 @@ def test_jobs_that_would_hold_more_together_than_is_allowed_wait_for_each_other(
             with lock:
                 running -= nbytes
 
-    threads = [threading.Thread(target=hold, args=(40,)) for _ in range(6)]
+    threads = [threading.Thread(target=hold, args=(part,)) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert most == 80
-    assert space.most_held == 80
+    assert most == space.most_held == 2 * part
 
 
 def test_one_job_alone_may_hold_more_than_is_allowed() -> None:
-    space = Workspace(extra_memory=100)
-    with space.holding(1000):
-        assert space.most_held == 1000
+    space = Workspace(extra_memory=4 * MIB)
+    with space.holding(100 * MIB):
+        assert space.most_held == 100 * MIB
 
 
 def test_whoever_waits_for_room_stops_with_the_others() -> None:
-    space, outcome = Workspace(extra_memory=100), []
+    space, outcome = Workspace(extra_memory=4 * MIB), []
 
     def wait() -> None:
         try:
-            with space.holding(80):
+            with space.holding(space.room):
                 outcome.append("held")
         except LoadError as error:
             outcome.append(type(error).__name__)
 
-    with space.holding(80):
+    with space.holding(space.room):
         thread = threading.Thread(target=wait)
         thread.start()
         space.stop()

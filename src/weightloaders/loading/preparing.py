@@ -176,7 +176,7 @@ def report_of(
         automatic=[f.message for f in plan.findings if f.kind == "rename"],
         replaced=prepared.replaced,
         warnings=[*(f.message for f in plan.findings if f.severity == "warning"), *overflown, *moved.warnings],
-        notes=[f.message for f in plan.findings if f.kind == "note"],
+        notes=[*(f.message for f in plan.findings if f.kind == "note"), *moved.notes],
         decided_by=list(plan.decided_by),
         loader=context.loader,
         sources=sources_of(plan),

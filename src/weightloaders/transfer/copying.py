@@ -31,7 +31,7 @@ _RUN_BYTES = 256
 # Lines at a multiple of this distance have but a few places in the cache.
 _COLLIDING_BYTES = 2 << 10
 # Copies of fewer bytes stay in the cache whichever way they go, and calls are what they cost.
-_SMALL_BYTES = 16 << 10
+SMALL_BYTES = 16 << 10
 _CAST_AT_ONCE = 256 << 10
 _LOOKED_AT_CLOSELY = 16 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -61,7 +61,7 @@ def copy_values(destination: torch.Tensor, source: torch.Tensor, scratch: torch.
         # Bits are the same in any dtype, and torch doesn't copy every dtype.
         bits = _BITS.get(source.element_size(), source.dtype)
         destination, source = destination.view(bits), source.view(bits)
-    if source.nbytes <= _SMALL_BYTES or _in_step(destination, source):
+    if source.nbytes <= SMALL_BYTES or _in_step(destination, source):
         return _cast(destination, source, scratch)
     if _may_overflow(source.dtype, destination.dtype) or _collides(destination, source):
         return _by_way_of_scratch(destination, source, scratch)

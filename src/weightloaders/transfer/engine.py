@@ -19,6 +19,7 @@ from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.schedule import Schedule
 from weightloaders.transfer.sources import habits_for, sources_of
 from weightloaders.transfer.workspace import Stopped, Workspace
+from weightloaders.weights.direct_io import DirectReads
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 
@@ -62,7 +63,8 @@ class Transferred:
         extra_memory: Most bytes held at one time beside the model.
         infinities: Parameters in which a cast made new infinities.
         written: Names of the parameters that were written to.
-        warnings: Sentences for the report.
+        warnings: Sentences for the report: what is probably not as it should be.
+        notes: And how it was done, where it could have been done otherwise.
     """
 
     bytes_read: int = 0
@@ -72,6 +74,7 @@ class Transferred:
     infinities: list[str] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Transfer:
@@ -97,7 +100,8 @@ class Transfer:
         self._options = options or TransferOptions()
         self._sources = sources_of(steps)
         self._threads = habits_for(self._sources, self._options).threads
-        self._space = Workspace(handed, self._options.extra_memory, self._threads)
+        direct = DirectReads() if self._options.mode == "o_direct" else None
+        self._space = Workspace(handed, self._options.extra_memory, self._threads, direct)
         self._total = 0
         self._start = 0.0
         self._lock = threading.Lock()
@@ -129,6 +133,9 @@ class Transfer:
             self._space.forget()
             self._result.infinities = self._space.infinities
             self._result.extra_memory = self._space.most_held
+            if self._space.direct is not None:
+                self._result.extra_memory += self._space.direct.buffers_bytes
+                self._result.notes += self._space.direct.notes
             touched = [t.tensor for step in self._steps for t in step_targets(step) if t.name in self._result.written]
             bump_versions(tensor for tensor in touched if is_dense(tensor))
         return self._result
@@ -164,7 +171,8 @@ class Transfer:
 
         What it will ask for next is read meanwhile.
         """
-        ahead = ReadAhead([info for job in jobs for info in job.ahead], read_tensor, self._options)
+        wanted = [self._space.read_by(info) for job in jobs for info in job.ahead]
+        ahead = ReadAhead(wanted, read_tensor, self._options)
         with self._space.reading_ahead(ahead):
             for job in jobs:
                 self._do(job)

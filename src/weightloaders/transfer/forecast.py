@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from weightloaders.mapping.placement import is_empty
 from weightloaders.plan import CopyStep, Forecast
+from weightloaders.transfer.copying import SMALL_BYTES
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.read_ahead import ReadAhead
@@ -52,20 +53,23 @@ def forecast(steps: Sequence[Step], options: TransferOptions | None = None) -> F
         handed_over=by_path["handed over"],
         contiguous=contiguous,
         strided=len(pieces) - contiguous,
-        extra_memory=_extra_memory(jobs, threads, options.extra_memory, ahead.most_to_hold),
+        extra_memory=_extra_memory(jobs, threads, space, ahead.most_to_hold),
     )
 
 
-def _extra_memory(jobs: Sequence[Job], threads: int, limit: int, ahead: int) -> int:
+def _extra_memory(jobs: Sequence[Job], threads: int, space: Workspace, ahead: int) -> int:
     """The most that is held at one time: as if the jobs that hold most met on all threads, and there was room."""
     pooled = [job for job in jobs if job.pooled]
     alone = [job for job in jobs if not job.pooled]
     buffer = max((job.buffer for job in jobs), default=0)
+    # What a copy needs on its way.
+    copied = max((max(job.nbytes, job.held) for job in jobs if job.path != "straight"), default=0)
+    scratch = min(space.scratch_bytes, -(-copied // 64) * 64) if copied > SMALL_BYTES else 0
     threads = min(threads, len(pooled))
     # A thread keeps its buffer until all are done.
-    buffers = buffer * min(threads, sum(job.buffer > 0 for job in pooled))
+    buffers = (buffer + scratch) * min(threads, sum(job.path != "straight" for job in pooled))
     most = heapq.nlargest(threads, (job.held for job in pooled))
     # One job alone may hold more than there is room for; others wait then.
-    at_once = buffers + min(sum(most), max([limit - buffers, *most[:1]]))
-    own_buffer = buffer if any(job.buffer for job in alone) else 0
-    return max(at_once, max((job.held for job in alone), default=0) + own_buffer + ahead)
+    at_once = buffers + min(sum(most), max([space.room, *most[:1]]))
+    own = (buffer if any(job.buffer for job in alone) else 0) + scratch if alone else 0
+    return max(at_once, max((job.held for job in alone), default=0) + own + ahead)

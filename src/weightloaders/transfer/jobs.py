@@ -215,7 +215,7 @@ def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Pie
                 rest = []
                 for placed in copies:
                     if _is_worth_a_view(placed, len(copies), dtype.itemsize):
-                        yield from _straight(placed, extent, target)
+                        yield from _straight(placed, extent, target, space)
                     else:
                         rest.append(placed)
             if rest:
@@ -279,12 +279,12 @@ def _takes_bytes(tensor: torch.Tensor) -> bool:
     return is_dense(tensor) if not tensor.is_meta else is_plain(tensor) and tensor.is_contiguous()
 
 
-def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Piece]:
-    size = extent.stored_dtype.itemsize
+def _straight(placed: Placement, extent: Extent, target: Target, space: Workspace) -> Iterator[Piece]:
+    size, reader = extent.stored_dtype.itemsize, space.reader(extent.source)
     if placed.is_contiguous:
         count = placed.dims[0][0] if placed.dims else 1
         offset = extent.offset + placed.source_start * size
-        yield Piece(extent.source, offset, count * size, target, placed.target_start * size)
+        yield Piece(reader, offset, count * size, target, placed.target_start * size)
         return
     # The innermost loop is the run, where it goes on side by side; else each element is one.
     goes_on = placed.dims[-1][1:] == (1, 1)
@@ -293,18 +293,18 @@ def _straight(placed: Placement, extent: Extent, target: Target) -> Iterator[Pie
         steps = [(at * dim[1], at * dim[2]) for at, dim in zip(indices, outer, strict=True)]
         source = placed.source_start + sum(step for step, _ in steps)
         start = placed.target_start + sum(step for _, step in steps)
-        yield Piece(extent.source, extent.offset + source * size, run * size, target, start * size)
+        yield Piece(reader, extent.offset + source * size, run * size, target, start * size)
 
 
 def _through_buffer(
     info: TensorInfo, parts: Sequence[Placement], extent: Extent, target: Target, space: Workspace
 ) -> Iterator[Piece]:
-    size = extent.stored_dtype.itemsize
+    size, reader = extent.stored_dtype.itemsize, space.reader(extent.source)
     for start, end, inside in _spans(parts, space.buffer_bytes // size, _MAX_GAP // size):
         place = functools.partial(_place_span, info, extent, start, inside, target, space)
         # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
         held = (end - start) * info.dtype.itemsize if info.dtype != extent.stored_dtype else 0
-        yield Piece(extent.source, extent.offset + start * size, (end - start) * size, target, 0, place, size, held)
+        yield Piece(reader, extent.offset + start * size, (end - start) * size, target, 0, place, size, held)
 
 
 def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightloaders.errors import LoadError
+from weightloaders.transfer.copying import SCRATCH_BYTES, SMALL_BYTES, copy_values
 from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from weightloaders.transfer.read_ahead import ReadAhead
+    from weightloaders.weights.direct_io import DirectReads
     from weightloaders.weights.info import TensorInfo
+    from weightloaders.weights.source import ByteSource
 
 # Small enough for the processor's cache, large enough that reading it is not all overhead.
 BUFFER_BYTES = 4 << 20
@@ -29,10 +33,14 @@ class Workspace:
         handed: Told of each tensor that goes to foreign code.
         extra_memory: Most bytes to hold at one time beside the model. One job alone may hold more.
         threads: How many threads have a buffer.
+        direct: The way past the page cache, where reads are to take it.
 
     Attributes:
+        direct: See above.
         buffer_bytes: Most bytes that a thread's buffer has.
         buffer_needed: How many of them the largest job takes.
+        room: Most bytes that jobs may hold together, beside these.
+        scratch_bytes: Most bytes that a thread's scratch memory for copies has.
         most_held: Most bytes held at one time.
         infinities: Parameters in which a cast made new infinities.
     """
@@ -42,18 +50,20 @@ class Workspace:
         handed: Callable[[str, torch.Tensor], object] | None = None,
         extra_memory: int = EXTRA_MEMORY,
         threads: int = 1,
+        direct: DirectReads | None = None,
     ) -> None:
-        self.handed = handed
-        # The other half is for what single jobs hold.
+        self.handed, self.direct = handed, direct
+        # What is left, a quarter or more, is for what single jobs hold.
         share = extra_memory // (2 * threads)
         self.buffer_bytes = max(64, min(BUFFER_BYTES, share - share % 64))
         self.buffer_needed = self.buffer_bytes
+        self.scratch_bytes = min(SCRATCH_BYTES, self.buffer_bytes // 128 * 64)
+        self.room = extra_memory - threads * (self.buffer_bytes + self.scratch_bytes)
         self.most_held = 0
         self.infinities: list[str] = []
-        self._limit = extra_memory
         self._held = 0
         self._buffers = 0
-        self._holders = 0
+        self._holders = self._held_by_jobs = 0
         self._change = threading.Condition()
         self._stopped = False
         self._ahead: Generator[tuple[TensorInfo, torch.Tensor]] | None = None
@@ -65,10 +75,14 @@ class Workspace:
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None:
             memory = self._own.memory = torch.empty(self.buffer_needed, dtype=torch.uint8, device="cpu")
-            with self._change:
-                self._buffers += self.buffer_needed
-                self._account(self.buffer_needed)
+            self._take(self.buffer_needed)
         return memory[:nbytes]
+
+    def _take(self, nbytes: int) -> None:
+        """Account for memory that a thread keeps until it ends."""
+        with self._change:
+            self._buffers += nbytes
+            self._account(nbytes)
 
     def forget_buffers(self) -> None:
         """The threads that had buffers have ended."""
@@ -83,15 +97,19 @@ class Workspace:
             yield
             return
         with self._change:
-            self._change.wait_for(lambda: self._stopped or not self._holders or self._held + nbytes <= self._limit)
+            self._change.wait_for(
+                lambda: self._stopped or not self._holders or self._held_by_jobs + nbytes <= self.room
+            )
             self.check_stop()
             self._holders += 1
+            self._held_by_jobs += nbytes
             self._account(nbytes)
         try:
             yield
         finally:
             with self._change:
                 self._holders -= 1
+                self._held_by_jobs -= nbytes
                 self._account(-nbytes)
                 self._change.notify_all()
 
@@ -144,20 +162,35 @@ class Workspace:
             return read_tensor(info).detach().clone()
         return read_tensor(info) if self._ahead is None else next(self._ahead)[1]
 
+    def reader(self, source: ByteSource) -> ByteSource:
+        """What a source is read by: itself, or a way past the page cache."""
+        return source if self.direct is None else self.direct.source(source)
+
+    def read_by(self, info: TensorInfo) -> TensorInfo:
+        """The same tensor, read by `reader`."""
+        if self.direct is None:
+            return info
+        return replace(info, extents=tuple(replace(e, source=self.reader(e.source)) for e in info.extents))
+
     def forget(self) -> None:
         """Let go of what `read` kept."""
         self._last = None
 
     def store(self, values: torch.Tensor, destination: torch.Tensor, name: str) -> None:
         """Copy values into (a part of) a parameter, and notice infinities that a cast has made."""
-        destination.copy_(values)
-        if not _may_overflow(values.dtype, destination.dtype):
-            return
-        found = torch.isinf(destination)
-        if bool(found.any()) and int(found.sum()) > int(torch.isinf(values).sum()):
+        if copy_values(destination, values, self._scratch(values.nbytes)):
             with self._change:
                 if name not in self.infinities:
                     self.infinities.append(name)
+
+    def _scratch(self, nbytes: int) -> torch.Tensor:
+        """This thread's own memory for what a copy needs on its way; no more than what is copied."""
+        memory: torch.Tensor | None = getattr(self._own, "scratch", None)
+        wanted = min(self.scratch_bytes, -(-nbytes // 64) * 64) if nbytes > SMALL_BYTES else 0
+        if memory is None or memory.numel() < wanted:
+            self._take(wanted - (0 if memory is None else memory.numel()))
+            memory = self._own.scratch = torch.empty(wanted, dtype=torch.uint8, device="cpu")
+        return memory
 
 
 class Stopped(LoadError):  # noqa: N818 -- a signal between our own parts, not an error that a user meets
@@ -170,9 +203,3 @@ def writing(tensor: torch.Tensor) -> Iterator[None]:
     # Both are a thread's own.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         yield
-
-
-def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
-    if source == target or not (source.is_floating_point and target.is_floating_point):
-        return False
-    return torch.finfo(target).max < torch.finfo(source).max
