@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
+import errno
 import gc
 import io
+import itertools
 import json
 import mmap
+import pickle
+import platform
 import subprocess
 import sys
 import textwrap
 import weakref
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from weightloaders import load_into, load_status
 from weightloaders.errors import ModelError
-from weightloaders.transfer.memory import allocate, empty, materialise
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from weightloaders.transfer import memory
+from weightloaders.transfer.faults import faults, peak_resident
+from weightloaders.transfer.materialising import allocate, materialise
+from weightloaders.transfer.memory import _pieces, advise
 
 CPU = torch.device("cpu")
 
@@ -89,8 +98,8 @@ def test_ties_stay_ties() -> None:
 
 def test_parameters_that_share_memory_on_meta_share_it_afterwards() -> None:
     model = nn.Module()
-    memory = torch.empty(6, 4, device="meta")
-    model.all, model.first, model.rest = (nn.Parameter(view) for view in (memory, memory[:2], memory[2:]))
+    whole = torch.empty(6, 4, device="meta")
+    model.all, model.first, model.rest = (nn.Parameter(view) for view in (whole, whole[:2], whole[2:]))
     real(model)
     with torch.no_grad():
         model.all.copy_(torch.arange(24.0).view(6, 4))
@@ -237,57 +246,320 @@ def test_a_class_that_can_not_make_its_own_kind_is_an_error_by_name() -> None:
 # ------------------------------------------------------------------ each parameter's own memory
 
 
-def test_each_parameter_has_a_storage_of_its_own(tmp_path: Path) -> None:
-    model = on_meta(lambda: nn.Sequential(*(nn.Linear(1100, 1100) for _ in range(3))))
-    tensors = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
-    save_file(tensors, tmp_path / "m.safetensors")
-    load_into(model, tmp_path / "m.safetensors", progress=False)
-    # safetensors refuses parameters that share memory, and torch saves the whole memory of whatever it saves.
-    save_model(model, str(tmp_path / "again.safetensors"))
-    assert load_file(tmp_path / "again.safetensors").keys() == tensors.keys()
-    for parameter in model.parameters():
-        saved = io.BytesIO()
-        torch.save(parameter, saved)
-        assert saved.tell() < parameter.nbytes + 4096
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+class Sized(nn.Module):
+    """Parameters of all sizes and kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(1100, 1100)
+        self.small = nn.ModuleList(nn.Linear(3, 5) for _ in range(20))
+        self.halved = nn.Parameter(torch.zeros(300, 400, dtype=torch.bfloat16))
+        self.turned = nn.Parameter(torch.zeros(40, 30).t())
+        self.conv = nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm1d(7)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
 
-def test_memory_goes_back_when_its_parameter_is_gone() -> None:
-    def resident() -> int:
-        with open("/proc/self/statm") as file:  # noqa: PTH123 -- as the kernel's manual has it
-            return int(file.read().split()[1]) * mmap.PAGESIZE
+@pytest.fixture
+def sized(tmp_path: Path) -> tuple[nn.Module, nn.Module]:
+    """A model that was on meta when it was loaded, and the same one as torch itself makes it."""
+    torchs = Sized()
+    with torch.no_grad():
+        for number, tensor in enumerate(torchs.state_dict().values()):
+            tensor.fill_(number)
+    save_file({name: tensor.contiguous() for name, tensor in torchs.state_dict().items()}, tmp_path / "m.safetensors")
+    ours = on_meta(Sized)
+    load_into(ours, tmp_path / "m.safetensors", progress=False)
+    return ours, torchs
 
+
+def saved_size(value: Any) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.tell()
+
+
+def refused_by_save_model(model: nn.Module, path: Path) -> list[str]:
+    save_model(model, str(path))  # it refuses parameters that share memory and are not the same
+    return sorted(load_file(path))
+
+
+def shared(model: nn.Module) -> list[bool]:
+    model.share_memory()
+    return [tensor.is_shared() for tensor in model.state_dict().values()]
+
+
+def resized(tensor: torch.Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()
+    before = storage.nbytes()
+    storage.resize_(0)
+    gone = storage.nbytes()
+    storage.resize_(before + 4096)
+    tensor.detach().fill_(3)
+    return before, gone, storage.nbytes(), storage.resizable(), tensor.double().sum().item()
+
+
+def addresses(model: nn.Module) -> list[int]:
+    return [t.untyped_storage().data_ptr() for t in model.state_dict().values() if t.numel()]
+
+
+WAYS: dict[str, Any] = {
+    "bytes of each storage": lambda model: [t.untyped_storage().nbytes() for t in model.state_dict().values()],
+    "layout": lambda model: [(t.shape, t.stride(), t.storage_offset()) for t in model.state_dict().values()],
+    "ties by the address of the storage": lambda model: len(set(addresses(model))) - len(addresses(model)),
+    "alignment": lambda model: [address % 64 for address in addresses(model)],
+    "size of a saved parameter": lambda model: [saved_size(p) for p in model.parameters()],
+    "size of a saved state dict": lambda model: saved_size(model.state_dict()),
+    "deepcopy": lambda model: saved_size(copy.deepcopy(model).state_dict()),
+    "pickle": lambda model: [t.sum().item() for t in pickle.loads(pickle.dumps(model)).state_dict().values()],
+    "shared memory": shared,
+    "another dtype": lambda model: [t.dtype for t in model.to(torch.float64).state_dict().values()],
+    "moved to meta": lambda model: {t.device.type for t in model.to("meta").state_dict().values()},
+    "resized storages": lambda model: [resized(p) for p in model.parameters()],
+    "a view kept alone": lambda model: model.large.weight[:2].detach().untyped_storage().nbytes(),
+    "numpy": lambda model: model.large.weight.detach().numpy().sum(),
+    "freed by `.data`": lambda model: [setattr(p, "data", torch.empty(0)) or p.shape for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_were_on_meta_are_as_torch_makes_them(sized: tuple[nn.Module, nn.Module], way: str) -> None:
+    ours, torchs = (WAYS[way](model) for model in sized)
+    assert ours == torchs
+
+
+def test_what_torch_saved_of_them_comes_back(sized: tuple[nn.Module, nn.Module], tmp_path: Path) -> None:
+    ours, torchs = sized
+    torch.save(ours.state_dict(), tmp_path / "m.pt")
+    again = torch.load(tmp_path / "m.pt")
+    assert all(torch.equal(again[name], tensor) for name, tensor in torchs.state_dict().items())
+    assert refused_by_save_model(ours, tmp_path / "m.safetensors") == sorted(torchs.state_dict())
+
+
+def test_a_copy_has_memory_of_its_own(sized: tuple[nn.Module, nn.Module]) -> None:
+    ours, torchs = sized
+    copied = copy.deepcopy(ours)
+    with torch.no_grad():
+        copied.large.weight.zero_()
+    assert torch.equal(ours.large.weight, torchs.large.weight)
+
+
+def virtual_and_resident() -> tuple[int, int]:
     if sys.platform != "linux":
         pytest.skip("tells its memory otherwise")
-    tensor = empty((16 << 20,), torch.float32, CPU).fill_(1)
-    full = resident()
-    del tensor
+    size, resident = Path("/proc/self/statm").read_text().split()[:2]
+    return int(size) * mmap.PAGESIZE, int(resident) * mmap.PAGESIZE
+
+
+def test_the_memory_of_one_layer_goes_back_when_that_layer_is_replaced() -> None:
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4))))
+    real(model)
+    advise(model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+    full = virtual_and_resident()[1]
+    for layer in (1, 2):
+        model[layer] = nn.Identity()
     gc.collect()
-    assert full - resident() > 60 << 20
+    # Of 32 MiB each; a huge page that a neighbour has a part of stays.
+    assert full - virtual_and_resident()[1] > 56 << 20
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, 1 << 20, (1 << 20) + 1])
-def test_memory_has_the_size_that_was_asked_for(size: int) -> None:
-    tensor = empty((size, 2), torch.float32, CPU)
-    assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((size, 2), torch.float32, True)
+def test_a_model_that_can_not_be_given_memory_leaves_none_behind() -> None:
+    model = nn.Module()
+    for number in range(8):
+        model.register_parameter(
+            f"p{number}", nn.Parameter(torch.empty(32 << 20, dtype=torch.uint8, device="meta"), False)
+        )
+    model.last = nn.Parameter(torch.empty(1 << 44, device="meta"))
+    before = virtual_and_resident()[0]
+    with pytest.raises(ModelError, match="not enough memory for tensor 'last'"):
+        real(model)
+    gc.collect()
+    assert virtual_and_resident()[0] - before < 32 << 20
+    assert all(p.is_meta for p in model.parameters())
+
+
+# ------------------------------------------------------------------ huge pages
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage")
+huge_pages = pytest.mark.skipif(
+    not HUGE.is_dir() or "[never]" in (HUGE / "enabled").read_text(), reason="has no huge pages"
+)
+
+
+_TOUCHING = """
+    import torch
+    from weightloaders.transfer.faults import faults
+    from weightloaders.transfer.memory import advise
+
+    total = 64 << 20
+    for size in {sizes}:
+        tensors = [torch.empty(size << 10, dtype=torch.uint8) for _ in range(total // (size << 10))]
+        advised, before = advise(tensors), faults()[0]
+        for tensor in tensors:
+            tensor.fill_(1)
+        print(size, advised / total, (faults()[0] - before) * 4096 / total, all(bool((t == 1).all()) for t in tensors))
+        kept = tensors
+"""
+
+
+@huge_pages
+def test_memory_that_was_advised_is_touched_at_few_faults() -> None:
+    # Many in one heap; such as are smaller than a huge page, and larger; one that an allocator maps alone.
+    sizes = [100, 700, 3000, 5000, 64 << 10]
+    if tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
+        del sizes[:3]  # such a kernel does not put small pages together when it is asked to
+    # In a process of its own, where memory does not lie in the gaps that other tests left.
+    program = textwrap.dedent(_TOUCHING).format(sizes=sizes)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [int(size) for size, *_ in lines] == sizes
+    for size, advised, faults_a_page, right in lines:
+        assert (float(advised) > 0.9, float(faults_a_page) < 0.1, right) == (True, True, "True"), f"{size} KiB"
+
+
+@huge_pages
+@pytest.mark.skipif(HUGE.is_dir() and "[always]" in (HUGE / "enabled").read_text(), reason="has huge pages unasked")
+def test_memory_that_was_not_advised_is_touched_page_by_page() -> None:
+    tensor, before = torch.empty(64 << 20, dtype=torch.uint8), faults()[0]
     tensor.fill_(1)
+    assert faults()[0] - before > 0.9 * tensor.nbytes / mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("kind", ["no such call", "refused", "no such advice"])
-def test_a_system_without_huge_pages_gives_ordinary_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise OSError(22, "Invalid argument")
+@huge_pages
+def test_advice_changes_nothing_in_memory_that_is_filled_or_half_filled() -> None:
+    filled = torch.arange(4 << 20)
+    begun = torch.empty(16 << 20, dtype=torch.uint8)
+    begun[::100_000] = 7
+    others = [torch.full((1000,), n) for n in range(1000)]
+    assert advise([filled, begun, *others]) >= 40 << 20
+    assert torch.equal(filled, torch.arange(4 << 20))
+    assert bool((begun[::100_000] == 7).all())
+    assert all(bool((tensor == n).all()) for n, tensor in enumerate(others))
 
-    if kind == "no such call":
-        monkeypatch.setattr(sys, "platform", "darwin")
-        monkeypatch.setattr(mmap, "mmap", None)
-    elif kind == "refused":
-        monkeypatch.setattr(mmap, "mmap", refuse)
-    else:
-        monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    tensor = empty((4 << 20,), torch.float32, CPU)
-    tensor.fill_(1)
-    assert tensor.numel() == 4 << 20
+
+@huge_pages
+def test_a_parameter_and_its_views_are_advised_once() -> None:
+    whole = torch.empty(32 << 20, dtype=torch.uint8)
+    views = [nn.Parameter(whole[: 16 << 20], False), whole[16 << 20 :], whole.view(2, -1).t()]
+    assert advise([whole, *views]) == advise([whole])
+
+
+@huge_pages
+def test_nothing_is_advised_about_memory_that_is_not_torchs_own(tmp_path: Path) -> None:
+    import numpy as np
+
+    size = 8 << 20
+    (tmp_path / "file").write_bytes(bytes(size))
+    mapped = torch.UntypedStorage.from_file(str(tmp_path / "file"), shared=False, nbytes=size)
+    halves = Halves(torch.empty(size, 1), torch.empty(size, 1))
+    foreign = [
+        torch.empty(0, dtype=torch.uint8).set_(mapped),
+        torch.empty(size, dtype=torch.uint8).share_memory_(),
+        torch.from_numpy(np.empty(size, dtype=np.uint8)),
+        torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8),
+        torch.empty(size, device="meta"),
+        torch.eye(3000).to_sparse(),
+        torch.empty(0),
+        torch.empty(1000),
+        halves,
+    ]
+    assert advise(foreign) == 0
+    assert advise([]) == 0
+    # What holds others is asked for those.
+    assert advise(halves.halves) > 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 60_000), st.integers(0, 30_000)), max_size=8))
+def test_pieces_of_memory_are_whole_pages_of_which_each_is_partly_a_tensors(memory: list[tuple[int, int]]) -> None:
+    page = mmap.PAGESIZE
+    pieces = [piece for piece in _pieces(memory) if piece[0] < piece[1]]
+    assert all(start % page == end % page == 0 for start, end in pieces)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(pieces))
+    for start, end in pieces:
+        assert all(
+            any(address < at + page and at < address + size for address, size in memory)
+            for at in range(start, end, page)
+        )
+    # Each whole page of each tensor is in one.
+    for address, size in memory:
+        for at in range(-(-address // page) * page, (address + size) // page * page, page):
+            assert any(start <= at < end for start, end in pieces)
+
+
+class Library:
+    """A C library whose calls are refused, or that lacks them."""
+
+    def __init__(self, error: int) -> None:
+        def refuse(*arguments: Any) -> int:
+            ctypes.set_errno(error)
+            return -1
+
+        self.madvise = self.mincore = refuse
+
+
+@pytest.mark.parametrize(
+    "kind", ["no huge pages", "never", "odd size", "no library", "no such call", "EINVAL", "ENOMEM"]
+)
+def test_a_system_without_huge_pages_loads_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "transparent_hugepage"
+    if kind != "no huge pages":
+        folder.mkdir()
+        (folder / "enabled").write_text("always madvise [never]\n" if kind == "never" else "always [madvise] never\n")
+        (folder / "hpage_pmd_size").write_text("\n" if kind == "odd size" else "2097152\n")
+    monkeypatch.setattr(memory, "_HUGE_PAGES", folder)
+    if kind == "no library":
+
+        def no_library(*arguments: Any, **options: Any) -> Any:
+            raise TypeError("LoadLibrary() argument 1 must be str, not None")  # as on Windows
+
+        monkeypatch.setattr(ctypes, "CDLL", no_library)
+    elif kind == "no such call":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: object())
+    elif kind.startswith("E"):
+        monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: Library(getattr(errno, kind)))
+    model = on_meta(lambda: nn.Linear(1500, 1500))
+    save_file({name: torch.ones(p.shape) for name, p in model.named_parameters()}, tmp_path / "m.safetensors")
+    assert advise([torch.empty(4 << 20)]) == 0
+    load_into(model, tmp_path / "m.safetensors", progress=False)
+    assert bool((model.weight == 1).all())
+
+
+@huge_pages
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_load_fills_fresh_parameters_at_few_faults(tmp_path: Path, device: str) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2048, 4096, bias=False, device="meta") for _ in range(4)))
+
+    save_file({name: torch.ones(p.shape) for name, p in build().named_parameters()}, tmp_path / "m.safetensors")
+    model = build() if device == "meta" else build().to_empty(device=device)
+    before = faults()[0]
+    load_into(model, tmp_path / "m.safetensors", progress=False)
+    assert faults()[0] - before < 128 << 20 >> 12 >> 2
+    assert all(bool((p == 1).all()) for p in model.parameters())
+
+
+# ------------------------------------------------------------------ what the system counts
+
+
+def test_faults_and_the_peak_are_told() -> None:
+    if sys.platform == "win32":
+        pytest.skip("counts none")
+    (before, _), peak = faults(), peak_resident()
+    fresh = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
+    assert faults()[0] > before
+    assert peak is not None
+    assert (peak_resident() or 0) >= max(peak, fresh.nbytes)
+
+
+def test_a_system_that_does_not_count_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert faults() == (0, 0)
+    assert peak_resident() is None
 
 
 # ------------------------------------------------------------------ how much a load needs

@@ -15,7 +15,8 @@ import torch
 from weightloaders.errors import ModelError
 from weightloaders.mapping import transformers as hf
 from weightloaders.transfer.coverage import Coverage
-from weightloaders.transfer.memory import allocate, materialise
+from weightloaders.transfer.materialising import allocate, materialise
+from weightloaders.transfer.memory import advise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -126,6 +127,7 @@ class Groundwork:
         Raises:
             ModelError: If there is not enough memory, or a module does not initialise what only it could.
         """
+        advise(target.tensor for target in self._targets.by_name.values())
         if not self.needed:
             return Prepared()
         raw = {**self._on_meta, **self._computed}
@@ -133,6 +135,8 @@ class Groundwork:
         lacking_memory = {name: tensor for name, tensor in raw.items() if id(tensor) not in twins}
         for where, names in self._devices.by_device(lacking_memory).items():
             twins |= allocate({name: raw[name] for name in names}, where, self._dtypes)
+        # The values that a module starts with touch it, too.
+        advise(twins.values())
         mark.touched = True
         lacking = {**{name: self._on_meta[name] for name in self._gaps}, **self._computed}
         with _kept(self._model, {id(tensor) for tensor in raw.values()}, lacking):

@@ -1,25 +1,25 @@
-"""Parameter memory: what is on the meta device is given real memory, keeping identity and attributes."""
+"""Parameter memory: of what kind it is, and advice to the kernel before it is touched for the first time."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
-import sys
-from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weightloaders.errors import ModelError
-from weightloaders.weights.reading import enough_memory
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator
 
-    from torch import nn
-
-# Parameter memory is advised huge from this size on: first touch then costs a fault every 2 MiB instead of every 4 KiB.
-_ADVISED_FROM = 4 << 20
+# Where Linux tells of huge pages: https://docs.kernel.org/admin-guide/mm/transhuge.html. Other systems have none of it.
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+# From the kernel's mman-common.h; Python's mmap names the first only where it was built for Linux, and not the second.
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+# Memory is looked at in parts, so that a signal is seen between two.
+_PART = 1 << 30
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -45,162 +45,118 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory of its own storage; on a CPU, large pieces are advised huge before the first touch."""
-    size = torch.Size(shape).numel()
-    if device.type == "cpu" and size * dtype.itemsize >= _ADVISED_FROM:
-        mapping = _private_mapping(size * dtype.itemsize)
-        if mapping is not None:
-            return torch.frombuffer(mapping, dtype=dtype, count=size).view(shape)
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-def _private_mapping(nbytes: int) -> Any:
-    """Anonymous private memory advised huge; None where the system has no such thing."""
-    if sys.platform == "linux":
-        # Some systems do without huge pages, and say so in one of these ways.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-            return mapping
-    return None
-
-
-def allocate(
-    tensors: Mapping[str, torch.Tensor], device: torch.device, dtypes: Mapping[str, torch.dtype]
-) -> dict[int, torch.Tensor]:
-    """Real, uninitialised memory for meta parameters and buffers. The model is not touched.
-
-    Args:
-        tensors: Name -> the meta parameter or buffer.
-        device: Where the memory is to be.
-        dtypes: Name -> dtype, where it differs from the meta tensor's.
-
-    Returns:
-        By the identity of the meta tensor, its twin. Views of one memory stay that.
-
-    Raises:
-        ModelError: If a tensor is of a kind that can't be made from nothing, or there is not enough memory.
-    """
-    distinct = {id(tensor): tensor for tensor in tensors.values()}
-    sharers = Counter(_storage_of(tensor) for tensor in distinct.values() if not wraps_others(tensor))
-    shared: dict[object, torch.Tensor] = {}
-    twins: dict[int, torch.Tensor] = {}
-    for name, old in tensors.items():
-        if id(old) in twins:
-            continue
-        dtype = dtypes.get(name, old.dtype)
-        # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
-        with torch.inference_mode(old.is_inference()), enough_memory(name, old.numel() * dtype.itemsize, ModelError):
-            if wraps_others(old):
-                new = _wrapper_twin(name, old, device, dtype)
-            else:
-                new = _twin(name, old, device, dtype, sharers, shared)
-        # What a class made of its own, above all the tensors that it holds, is not overwritten.
-        new.__dict__.update({**old.__dict__, **new.__dict__})
-        twins[id(old)] = new
-    return twins
-
-
-def materialise(model: nn.Module, tensors: Mapping[str, torch.Tensor], twins: dict[int, torch.Tensor]) -> list[str]:
-    """Put real memory into the place of meta parameters and buffers. Tied ones stay tied.
-
-    Args:
-        model: The model.
-        tensors: Name -> the meta parameter or buffer.
-        twins: What `allocate` made for them.
-
-    Returns:
-        Names whose objects had to be replaced; identity and attributes of all others were kept.
-    """
-    kept: dict[int, bool] = {}
-    replaced: list[str] = []
-    for name, old in tensors.items():
-        new = twins[id(old)]
-        if id(old) not in kept:
-            kept[id(old)] = _swap(old, new)
-        if not kept[id(old)]:
-            _replace(model, name, new)
-            replaced.append(name)
-    return replaced
-
-
-def _storage_of(tensor: torch.Tensor) -> object:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 -- meta storages have no address
-
-
-def _twin(
-    name: str,
-    old: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    sharers: Counter[object],
-    shared: dict[object, torch.Tensor],
-) -> torch.Tensor:
-    """A tensor like a meta tensor (its class, strides, and the memory it shares), with real memory."""
-    if old.layout is not torch.strided:
-        raise ModelError(f"{name} is a {old.layout} tensor on the meta device, and can't be given memory", tensor=name)
-    if dtype == old.dtype and sharers[_storage_of(old)] > 1:
-        count = old.untyped_storage().nbytes() // old.element_size()
-        memory = shared.setdefault(_storage_of(old), empty((count,), dtype, device))
-        strides, offset = old.stride(), int(old.storage_offset())
-    else:
-        memory = empty((old.numel(),), dtype, device)
-        # As torch itself would lay it out: dense ones keep their strides (channels last, transposed), others don't.
-        strides, offset = torch.empty_like(old).stride(), 0
-    # `set_` rather than a view, so that it is a tensor in its own right.
-    new = torch.empty(0, dtype=dtype, device=device).set_(memory.untyped_storage(), offset, old.shape, strides)
-    if type(old) is torch.nn.Parameter:
-        return torch.nn.Parameter(new, requires_grad=old.requires_grad)
-    if isinstance(old, torch.nn.Parameter):
-        # A subclass may need arguments that only its maker knows; its class and attributes are taken over instead.
-        return torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001 -- how Parameter is made
-    return new if type(old) is torch.Tensor else new.as_subclass(type(old))
-
-
-def _wrapper_twin(name: str, old: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The same for a class that holds other tensors: only it knows how to make one of its kind."""
-    try:
-        new = torch.empty_like(old, dtype=dtype, device=device)
-        if isinstance(old, torch.nn.Parameter):
-            new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-    except Exception as error:
-        raise ModelError(
-            f"{name} is a {type(old).__name__} on the meta device, which can't be given memory: {error}", tensor=name
-        ) from error
-    return new
-
-
-def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Exchange what two tensor objects are, so that every reference to the old one now sees the new."""
-    if type(old) is not type(new):
-        return False
-    hooks, after_hooks = old._backward_hooks, old._post_accumulate_grad_hooks  # noqa: SLF001 -- torch's own `swap` loses them
-    try:
-        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        # Weak references (an optimizer, a hook) make a swap impossible.
-        return False
-    if hooks:
-        old._backward_hooks = None  # noqa: SLF001 -- as above
-        old._backward_hooks = hooks  # noqa: SLF001 -- as above
-    if after_hooks:
-        old._post_accumulate_grad_hooks = after_hooks  # noqa: SLF001 -- as above
-    return True
-
-
-def _replace(model: nn.Module, name: str, new: torch.Tensor) -> None:
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    if key in module._parameters:  # noqa: SLF001 -- assigning through setattr would refuse a buffer's or subclass's kind
-        module._parameters[key] = new  # type: ignore[assignment]  # noqa: SLF001 -- as above
-    else:
-        module._buffers[key] = new  # noqa: SLF001 -- as above
-
-
 def bump_versions(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that memory was written behind its back."""
     with torch.inference_mode(False):
         for tensor in tensors:
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
+
+
+# ------------------------------------------------------------------ huge pages
+
+
+def advise(tensors: Iterable[torch.Tensor]) -> int:
+    """Ask for huge pages in the memory of tensors that are about to be filled; what they hold does not change.
+
+    Touching fresh memory costs a page fault every 4 KiB, and those cost more than copying the bytes; with huge pages it
+    is one every 2 MiB. Neighbours count as one piece of memory. Nothing is asked for memory that is not torch's own (a
+    mapped file, shared memory, numpy's), nor where the system has no such thing.
+
+    Args:
+        tensors: Of any kind; those that have no memory of their own on the CPU are passed over.
+
+    Returns:
+        For how many bytes huge pages were granted; 0 where there are none.
+    """
+    huge = _huge_page()
+    kernel = _Kernel.find() if huge else None
+    if kernel is None:
+        return 0
+    # Held, so that nobody else gets their memory meanwhile. What torch may resize comes from its own allocator and is
+    # private memory, unless it was moved to where other processes see it.
+    storages = [
+        storage
+        for tensor in tensors
+        if tensor.is_cpu and tensor.layout is torch.strided and not wraps_others(tensor)
+        if (storage := tensor.untyped_storage()).resizable() and not storage.is_shared()
+    ]
+    granted = 0
+    for start, end in _pieces((storage.data_ptr(), storage.nbytes()) for storage in storages):
+        if end - start >= huge and kernel.advise(start, end, _MADV_HUGEPAGE) == 0:
+            granted += end - start
+            for begun in _begun(kernel, start, end, huge):
+                if kernel.advise(*begun, _MADV_COLLAPSE) == errno.ENOMEM:
+                    break
+    return granted
+
+
+def _huge_page() -> int:
+    """The size of a huge page in bytes; 0 where the system gives none."""
+    try:
+        if "[never]" in (_HUGE_PAGES / "enabled").read_text():
+            return 0
+        return int((_HUGE_PAGES / "hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _pieces(memory: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The whole pages of pieces of memory (address, size); those between which there is no whole page are one piece."""
+    page = mmap.PAGESIZE
+    start = end = 0
+    for address, size in sorted(memory):
+        if end and address // page > (end - 1) // page + 1:
+            yield -(-start // page) * page, end // page * page
+            end = 0
+        if not end:
+            start = address
+        end = max(end, address + size)
+    yield -(-start // page) * page, end // page * page
+
+
+def _begun(kernel: _Kernel, start: int, end: int, huge: int) -> Iterator[tuple[int, int]]:
+    """Where huge pages would fit, but a few small ones are there already: the kernel would go on with small ones.
+
+    An allocator writes a few bytes of its own before each piece that it hands out. So it is the first huge page's room
+    of every large tensor, and all of it where tensors are smaller than a huge page.
+    """
+    pages = huge // mmap.PAGESIZE
+    first, last = -(-start // huge) * huge, end // huge * huge
+    for at in range(first, last, _PART):
+        present = kernel.present(at, min(_PART, last - at))
+        run = at
+        for room in range(len(present) // pages):
+            absent = present.count(0, room * pages, (room + 1) * pages)
+            # Where it is mostly filled, copying what is there would cost more than it saves.
+            if not pages * 3 // 4 <= absent < pages:
+                if run < at + room * huge:
+                    yield run, at + room * huge
+                run = at + (room + 1) * huge
+        if run < at + len(present) * mmap.PAGESIZE:
+            yield run, at + len(present) * mmap.PAGESIZE
+
+
+class _Kernel:
+    """The two calls of the C library that are needed here."""
+
+    def __init__(self, library: Any) -> None:
+        self._madvise, self._mincore = library.madvise, library.mincore
+        self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        self._mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+    @classmethod
+    def find(cls) -> _Kernel | None:
+        with contextlib.suppress(OSError, AttributeError, TypeError):
+            return cls(ctypes.CDLL(None, use_errno=True))
+        return None
+
+    def advise(self, start: int, end: int, advice: int) -> int:
+        """Give advice on whole pages; 0, or the number of the error."""
+        return ctypes.get_errno() if self._madvise(start, end - start, advice) else 0
+
+    def present(self, start: int, size: int) -> bytearray:
+        """For each page a byte that is 0 if it is not in memory; empty where that can't be told."""
+        result = bytearray(size // mmap.PAGESIZE)
+        view = (ctypes.c_char * len(result)).from_buffer(result)
+        return bytearray() if self._mincore(start, size, view) else result

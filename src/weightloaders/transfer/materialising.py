@@ -1,0 +1,177 @@
+"""What is on the meta device is given real memory, keeping identity and attributes.
+
+It is memory as torch itself gives it, one allocation for each parameter, so that whatever is done to a parameter's
+storage (resizing, sharing, saving, freeing) works as it does for any other. `memory.advise` makes it fast to fill.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightloaders.errors import ModelError
+from weightloaders.transfer.memory import wraps_others
+from weightloaders.weights.reading import enough_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+
+def allocate(
+    tensors: Mapping[str, torch.Tensor], device: torch.device, dtypes: Mapping[str, torch.dtype]
+) -> dict[int, torch.Tensor]:
+    """Real, uninitialised memory for meta parameters and buffers. The model is not touched.
+
+    Args:
+        tensors: Name -> the meta parameter or buffer.
+        device: Where the memory is to be.
+        dtypes: Name -> dtype, where it differs from the meta tensor's.
+
+    Returns:
+        By the identity of the meta tensor, its twin. Views of one memory stay that.
+
+    Raises:
+        ModelError: If a tensor is of a kind that can't be made from nothing, or there is not enough memory.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), name)
+    sharers = Counter(
+        _storage_of(tensor) for tensor in (tensors[name] for name in names.values()) if not wraps_others(tensor)
+    )
+    shared: dict[object, torch.Tensor] = {}
+    twins: dict[int, torch.Tensor] = {}
+    # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            for name in names.values():
+                old = tensors[name]
+                if old.is_inference() is not inference:
+                    continue
+                dtype = dtypes.get(name, old.dtype)
+                try:
+                    twins[id(old)] = _twin(name, old, device, dtype, sharers, shared)
+                except (MemoryError, RuntimeError):
+                    # Entered for each tensor, this would take as long as the small ones themselves.
+                    with enough_memory(name, old.numel() * dtype.itemsize, ModelError):
+                        raise
+    return twins
+
+
+def materialise(model: nn.Module, tensors: Mapping[str, torch.Tensor], twins: dict[int, torch.Tensor]) -> list[str]:
+    """Put real memory into the place of meta parameters and buffers. Tied ones stay tied.
+
+    Args:
+        model: The model.
+        tensors: Name -> the meta parameter or buffer.
+        twins: What `allocate` made for them.
+
+    Returns:
+        Names whose objects had to be replaced; identity and attributes of all others were kept.
+    """
+    kept: dict[int, bool] = {}
+    replaced: list[str] = []
+    for name, old in tensors.items():
+        new = twins[id(old)]
+        if id(old) not in kept:
+            kept[id(old)] = _swap(old, new)
+        if not kept[id(old)]:
+            _replace(model, name, new)
+            replaced.append(name)
+    return replaced
+
+
+def _storage_of(tensor: torch.Tensor) -> object:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 -- meta storages have no address
+
+
+def _twin(
+    name: str,
+    old: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    sharers: Counter[object],
+    shared: dict[object, torch.Tensor],
+) -> torch.Tensor:
+    """A tensor like a meta tensor (its class, strides, attributes, and the memory it shares), with real memory."""
+    if wraps_others(old):
+        new = _wrapper_twin(name, old, device, dtype)
+    else:
+        new = _memory_for(name, old, device, dtype, sharers, shared)
+        if isinstance(old, torch.nn.Parameter):
+            # A subclass may need arguments that only its maker knows; its class and attributes are taken over instead.
+            new = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001 -- how Parameter is made
+        elif type(old) is not torch.Tensor:
+            new = new.as_subclass(type(old))
+    if old.__dict__:
+        # What a class made of its own, above all the tensors that it holds, is not overwritten.
+        new.__dict__.update({**old.__dict__, **new.__dict__})
+    return new
+
+
+def _memory_for(
+    name: str,
+    old: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    sharers: Counter[object],
+    shared: dict[object, torch.Tensor],
+) -> torch.Tensor:
+    if old.layout is not torch.strided:
+        raise ModelError(f"{name} is a {old.layout} tensor on the meta device, and can't be given memory", tensor=name)
+    storage = _storage_of(old)
+    if dtype == old.dtype and sharers[storage] > 1:
+        if storage not in shared:
+            count = old.untyped_storage().nbytes() // old.element_size()
+            shared[storage] = torch.empty(count, dtype=dtype, device=device)
+        # `set_` rather than a view, so that it is a tensor in its own right.
+        new = torch.empty(0, dtype=dtype, device=device)
+        return new.set_(shared[storage].untyped_storage(), int(old.storage_offset()), old.shape, old.stride())
+    if old.is_contiguous():
+        return torch.empty(old.shape, dtype=dtype, device=device)
+    # As torch itself would lay it out: dense ones keep their strides (channels last, transposed), others don't.
+    return torch.empty_strided(old.shape, torch.empty_like(old).stride(), dtype=dtype, device=device)
+
+
+def _wrapper_twin(name: str, old: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The same for a class that holds other tensors: only it knows how to make one of its kind."""
+    try:
+        new = torch.empty_like(old, dtype=dtype, device=device)
+        if isinstance(old, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+    except Exception as error:
+        raise ModelError(
+            f"{name} is a {type(old).__name__} on the meta device, which can't be given memory: {error}", tensor=name
+        ) from error
+    return new
+
+
+def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Exchange what two tensor objects are, so that every reference to the old one now sees the new."""
+    if type(old) is not type(new):
+        return False
+    hooks, after_hooks = old._backward_hooks, old._post_accumulate_grad_hooks  # noqa: SLF001 -- torch's own `swap` loses them
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        # Weak references (an optimizer, a hook) make a swap impossible.
+        return False
+    if hooks:
+        old._backward_hooks = None  # noqa: SLF001 -- as above
+        old._backward_hooks = hooks  # noqa: SLF001 -- as above
+    if after_hooks:
+        old._post_accumulate_grad_hooks = after_hooks  # noqa: SLF001 -- as above
+    return True
+
+
+def _replace(model: nn.Module, name: str, new: torch.Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    if key in module._parameters:  # noqa: SLF001 -- assigning through setattr would refuse a buffer's or subclass's kind
+        module._parameters[key] = new  # type: ignore[assignment]  # noqa: SLF001 -- as above
+    else:
+        module._buffers[key] = new  # noqa: SLF001 -- as above
