@@ -488,6 +488,54 @@ def test_a_model_with_a_way_of_its_own_is_read_to_ahead(kind, stored):
     assert report.bytes_read == 12 * 2 * MIB
 
 
+@pytest.mark.parametrize("kind", [OwnWay, Keeping, Peeking, Late])
+def test_in_mode_mmap_a_model_with_a_way_of_its_own_is_handed_views_of_the_file(kind, stored, monkeypatch):
+    monkeypatch.setattr(Peeking, "load_weights", OwnWay.load_weights)
+    file = stored / "model.safetensors"
+    before = file.read_bytes()
+    model = kind(12, MIB // 2)
+    report = load_into(model, stored, transfer="mmap", progress=False)
+    reference = load_file(file)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in reference.items())
+    assert set(report.loaded) == set(reference)
+    assert (report.bytes_read, report.bytes_by_path) == (0, {"mapped": 12 * 2 * MIB})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+            assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert file.read_bytes() == before
+
+
+def test_in_mode_mmap_what_can_not_be_mapped_is_read(stored, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise RuntimeError("unable to mmap: No such device (19)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    report = load_into(OwnWay(12, MIB // 2), stored, transfer="mmap", progress=False)
+    assert report.bytes_read == 12 * 2 * MIB
+    assert [note for note in report.notes if "can't be mapped" in note]
+    monkeypatch.undo()
+    big = torch.randn(4)
+    (stored / "raw").write_bytes(big.numpy().byteswap().tobytes())
+    infos = [
+        TensorInfo("w0", torch.float32, (4,), Extent(stored / "raw", 0, byteorder="big")),
+        TensorInfo("w1", torch.float32, (4,), read=lambda: torch.ones(4)),
+    ]
+    model = OwnWay(2, 4)
+    load_into(model, Weights.describe(infos), transfer="mmap", progress=False)
+    assert torch.equal(model.w0, big)
+    assert bool((model.w1 == 1).all())
+
+
+@pytest.mark.parametrize("mode", ["o_direct", "stream"])
+def test_the_other_modes_fill_a_model_with_a_way_of_its_own_too(mode, stored):
+    model = OwnWay(12, MIB // 2)
+    report = load_into(model, stored, transfer=mode, progress=False)
+    reference = load_file(stored / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in reference.items())
+    assert report.bytes_read == 12 * 2 * MIB
+
+
 @pytest.mark.parametrize("kind", [Stopping, Failing])
 def test_a_model_that_stops_or_fails_leaves_no_thread_behind(kind, stored):
     with pytest.raises(LoadError) as error:

@@ -24,7 +24,7 @@ from weightloaders.plan import LoadPlan, listed
 from weightloaders.report import LoadReport
 from weightloaders.transfer.coverage import Coverage, Covered
 from weightloaders.transfer.engine import ProgressEvent, Transferred
-from weightloaders.transfer.read_ahead import ReadAhead
+from weightloaders.transfer.handing import HandedTensors
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.weights import Stream, Weights
 
@@ -94,7 +94,7 @@ def load_by_model(
         token = _inside.set((*_inside.get(), model))
         try:
             pairs = (
-                _read_ahead(weights, context.transfer, moved, total, progress)
+                _handed(weights, context.transfer, moved, total, progress)
                 if isinstance(weights, Weights)
                 else _counted(weights, moved, progress)
             )
@@ -110,19 +110,20 @@ def load_by_model(
     return _by_others(model, context, who, plan, moved, call)
 
 
-def _read_ahead(
+def _handed(
     weights: Weights,
     options: TransferOptions,
     moved: Transferred,
     total: int,
     progress: Callable[[ProgressEvent], object],
 ) -> Generator[tuple[str, torch.Tensor]]:
-    ahead = ReadAhead(weights.infos(), lambda info: weights[info.name], options)
-    with contextlib.closing(iter(ahead)) as tensors:
+    handed = HandedTensors(weights.infos(), lambda info: weights[info.name], options)
+    with contextlib.closing(iter(handed)) as tensors:
         for info, tensor in tensors:
-            moved.bytes_read += tensor.nbytes
-            moved.extra_memory = ahead.most_held
-            progress(ProgressEvent(min(moved.bytes_read, total), total))
+            moved.bytes_read, moved.extra_memory, moved.notes = handed.bytes_read, handed.extra_memory, handed.notes
+            if handed.bytes_mapped:
+                moved.bytes_by_path["mapped"] = handed.bytes_mapped
+            progress(ProgressEvent(min(handed.bytes_read + handed.bytes_mapped, total), total))
             yield info.name, tensor
             # What the model lets go of gives its memory to the next.
             del tensor

@@ -6,16 +6,14 @@ what is written to a parameter never reaches the file.
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.utils.dlpack
 
-from weightloaders.errors import WeightLoadersError
 from weightloaders.plan import CopyStep, makes_up_its_target, single_run
+from weightloaders.transfer.file_views import map_file, view_of
 from weightloaders.transfer.memory import bump_versions, is_plain
 from weightloaders.weights.source import FileSource
 
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
     from weightloaders.plan import Step
     from weightloaders.targets import Target
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> M
         device_of: Where a parameter that is on meta is to be.
 
     Raises:
-        LoadError: If a file is not what it was.
+        SourceReadError: If a file is not what it was.
     """
     result = Mapped()
     reasons: dict[str, int] = defaultdict(int)
@@ -78,46 +74,29 @@ def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> M
     for places in by_file.values():
         source = places[0][1]
         end = max(offset + step.target.tensor.numel() * step.target.dtype.itemsize for step, _, offset in places)
-        try:
-            memory = _memory_of(source, end)
-        except RuntimeError as error:
-            if isinstance(error, WeightLoadersError):
-                raise
-            result.warnings.append(f"{source.name} can't be mapped and is read: {str(error).splitlines()[0]}")
-            logger.warning("%s", result.warnings[-1])
+        memory = map_file(source, end)
+        if isinstance(memory, str):
+            result.warnings.append(memory)
             reasons["their file can't be mapped"] += len(places)
             continue
         for step, _, offset in places:
-            _add(result, step.target, memory, offset)
+            _add(result, step.target, view_of(memory, offset, step.target.dtype, step.target.shape))
     result.note = f"{len(result.names)} parameters are mapped"
     if reasons:
         result.note += "; read: " + ", ".join(f"{count} ({why})" for why, count in reasons.items())
     return result
 
 
-def _add(result: Mapped, target: Target, memory: torch.Tensor, offset: int) -> None:
+def _add(result: Mapped, target: Target, view: torch.Tensor) -> None:
     old = target.tensor
-    nbytes = old.numel() * target.dtype.itemsize
-    # A storage of its own, of just its size, that keeps the mapping alive.
-    storage = torch.utils.dlpack.from_dlpack(memory[offset : offset + nbytes]).untyped_storage()
-    view = torch.empty(0, dtype=target.dtype, device="cpu").set_(storage, 0, old.shape, old.stride())
     result.names.add(target.name)
-    result.nbytes += nbytes
+    result.nbytes += view.nbytes
     if not old.is_meta:
         result._existing.append((old, view))  # noqa: SLF001 -- one module
         return
     new = torch.nn.Parameter(view, requires_grad=old.requires_grad) if type(old) is torch.nn.Parameter else view
     new.__dict__.update({**old.__dict__, **new.__dict__})
     result.twins[id(old)] = new
-
-
-def _memory_of(source: FileSource, nbytes: int) -> torch.Tensor:
-    """The first bytes of a file, mapped privately. torch keeps no descriptor open, as Python's own mapping would."""
-    source.check_unchanged()
-    storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
-    # The name may lead to another file by now.
-    source.check_unchanged()
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _place(step: Step, device_of: Callable[[str], torch.device]) -> tuple[CopyStep, FileSource, int] | str:
