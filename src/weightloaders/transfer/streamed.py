@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from weightloaders.errors import LoadError, WeightLoadersError
 from weightloaders.plan import CallStep, CopyStep, Step, step_infos
-from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, sources_of
+from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred
 from weightloaders.transfer.read_ahead import ReadAhead
+from weightloaders.transfer.sources import sources_of
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
