@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightloaders.transfer import copying
 from weightloaders.transfer.copying import SCRATCH_BYTES, copy_values
+from weightloaders.weights.reading import swap_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -195,6 +196,27 @@ def test_a_new_infinity_is_noticed_beside_old_ones() -> None:
 def test_a_sum_beyond_the_range_of_the_target_is_no_infinity() -> None:
     source = torch.full((100_000,), 60_000.0)
     assert not copy_values(torch.zeros(100_000, dtype=torch.float16), source, scratch())
+
+
+# ------------------------------------------------------------------ byte order
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in ALL if dtype.itemsize <= 8 or dtype.is_complex], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 7, 300_001])
+def test_the_bytes_of_each_real_number_are_reversed_in_place(dtype: torch.dtype, count: int) -> None:
+    width = dtype.itemsize // (2 if dtype.is_complex else 1)
+    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    expected = data.view(-1, width).flip(1).reshape(-1)
+    swap_bytes(data.view(dtype))
+    assert torch.equal(data, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128], ids=str)
+def test_reversing_bytes_takes_little_memory(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(1_000_000, dtype=dtype)
+    with Allocations() as allocations:
+        swap_bytes(tensor)
+    assert 0 < allocations.largest <= SCRATCH_BYTES // 4
 
 
 # ------------------------------------------------------------------ threads and memory

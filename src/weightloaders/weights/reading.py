@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _ALL_MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 # How torch's allocators say it; the error is a bare RuntimeError.
 _NO_MEMORY = re.compile("allocate memory|not enough memory|out of memory", re.IGNORECASE)
+# A piece that stays in the processor's cache meanwhile.
+_SWAPPED_AT_ONCE = 256 << 10
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @contextlib.contextmanager
@@ -158,12 +161,23 @@ def native_order(tensor: torch.Tensor, extent: Extent) -> torch.Tensor:
 
 
 def swap_bytes(tensor: torch.Tensor) -> None:
-    """Reverse the bytes of each number of a dense tensor, in place."""
+    """Reverse the bytes of each number of a dense tensor, in place, and in bounded memory."""
     # A complex number is two reals, each with its own byte order.
     width = tensor.element_size() // (2 if tensor.dtype.is_complex else 1)
-    if tensor.numel() and width > 1:
-        rows = tensor.detach().view(-1).view(torch.uint8).view(-1, width)
-        rows.copy_(rows.flip(1))
+    if not tensor.numel() or width == 1:
+        return
+    spare = torch.empty(min(tensor.nbytes, _SWAPPED_AT_ONCE), dtype=torch.uint8, device="cpu")
+    for piece in tensor.detach().view(-1).view(torch.uint8).split(_SWAPPED_AT_ONCE):
+        for size, numbers in _WHOLE_NUMBERS.items():
+            if size <= width:
+                _swap_halves(piece.view(numbers), spare[: len(piece)].view(numbers))
+
+
+def _swap_halves(numbers: torch.Tensor, spare: torch.Tensor) -> None:
+    bits = numbers.element_size() * 4
+    # Shifting to the right copies the sign into the upper half.
+    torch.bitwise_right_shift(numbers, bits, out=spare).bitwise_and_((1 << bits) - 1)
+    numbers.bitwise_left_shift_(bits).bitwise_or_(spare)
 
 
 def same_values(a: TensorInfo, b: TensorInfo) -> bool:
