@@ -924,6 +924,6 @@ def test_ctrl_c_stops_a_load_at_once_and_leaves_no_thread(tmp_path: Path) -> Non
     finally:
         process.kill()
     assert "interrupted failed ['MainThread']" in rest
-    # All of it would have taken twenty seconds or more.
-    assert time.monotonic() - start < 5
+    # All of it would have taken twenty-five seconds or more.
+    assert time.monotonic() - start < 12
     assert process.returncode == 0

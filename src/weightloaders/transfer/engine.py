@@ -77,6 +77,9 @@ class Transferred:
     notes: list[str] = field(default_factory=list)
 
 
+_DEFAULT = TransferOptions()
+
+
 class Transfer:
     """Carries out steps.
 
@@ -97,7 +100,7 @@ class Transfer:
     ) -> None:
         self._steps = steps
         self._progress = progress
-        self._options = options or TransferOptions()
+        self._options = options or _DEFAULT
         self._sources = sources_of(steps)
         self._threads = habits_for(self._sources, self._options).threads
         direct = DirectReads() if self._options.mode == "o_direct" else None
@@ -172,6 +175,10 @@ class Transfer:
         What it will ask for next is read meanwhile.
         """
         wanted = [self._space.read_by(info) for job in jobs for info in job.ahead]
+        if not wanted:
+            for job in jobs:
+                self._do(job)
+            return
         ahead = ReadAhead(wanted, read_tensor, self._options)
         with self._space.reading_ahead(ahead):
             for job in jobs:
