@@ -217,7 +217,7 @@ def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadC
             make_ties(model, context, report.loaded)
             return report
 
-    plan.runner, plan.forecaster = runner, partial(forecast, options=context.transfer)
+    plan.runner, plan.forecaster = runner, partial(forecast, options=context.transfer, devices=context.device)
     return plan
 
 
@@ -236,7 +236,7 @@ def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadCon
     )
     plan = planner.plan(weights.infos(), notes=weights.notes, skipped=weights.skipped_files)
     plan.decided_by[:0] = decided_by
-    plan.forecaster = partial(forecast, options=context.transfer)
+    plan.forecaster = partial(forecast, options=context.transfer, devices=context.device)
     return plan
 
 

@@ -63,7 +63,7 @@ def copy_values(destination: torch.Tensor, source: torch.Tensor, scratch: torch.
         destination, source = destination.view(bits), source.view(bits)
     if source.nbytes <= SMALL_BYTES or _in_step(destination, source):
         return _cast(destination, source, scratch)
-    if _may_overflow(source.dtype, destination.dtype) or _collides(destination, source):
+    if may_overflow(source.dtype, destination.dtype) or _collides(destination, source):
         return _by_way_of_scratch(destination, source, scratch)
     _in_strips(destination, source)
     return False
@@ -76,7 +76,7 @@ def made_infinities(result: torch.Tensor, source: torch.Tensor) -> bool:
         result: What the cast made.
         source: What it made it of.
     """
-    if not _may_overflow(source.dtype, result.dtype):
+    if not may_overflow(source.dtype, result.dtype):
         return False
     # Nothing is faster than a sum, and one with an infinity or NaN is never finite. It may overflow itself, and then
     # the extremes tell.
@@ -90,7 +90,8 @@ def made_infinities(result: torch.Tensor, source: torch.Tensor) -> bool:
     )
 
 
-def _may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
+def may_overflow(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a cast between these may make infinities of finite values."""
     if source == target or not (source.is_floating_point and target.is_floating_point):
         return False
     return torch.finfo(target).max < torch.finfo(source).max

@@ -12,6 +12,7 @@ import torch
 
 from weightloaders.errors import LoadError, SourceReadError, WeightLoadersError
 from weightloaders.plan import Step, step_targets
+from weightloaders.transfer.devices import device_for
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.memory import bump_versions, is_dense
 from weightloaders.transfer.options import TransferOptions
@@ -26,6 +27,7 @@ from weightloaders.weights.source import FileSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from weightloaders.transfer.devices import Device
     from weightloaders.transfer.job import Job
 
 
@@ -88,6 +90,7 @@ class Transfer:
         options: How.
         progress: Called after each chunk, from any thread but never from two at once.
         handed: Told of each tensor that goes to foreign code.
+        open_device: The accelerator of a name; None for the host.
     """
 
     def __init__(
@@ -97,6 +100,7 @@ class Transfer:
         options: TransferOptions | None = None,
         progress: Callable[[ProgressEvent], object] | None = None,
         handed: Callable[[str, torch.Tensor], object] | None = None,
+        open_device: Callable[[torch.device], Device | None] = device_for,
     ) -> None:
         self._steps = steps
         self._progress = progress
@@ -104,7 +108,11 @@ class Transfer:
         self._sources = sources_of(steps)
         self._threads = habits_for(self._sources, self._options).threads
         direct = DirectReads() if self._options.mode == "o_direct" else None
-        self._space = Workspace(handed, self._options.extra_memory, self._threads, direct)
+        where = {id(target.tensor): target.tensor.device for step in steps for target in step_targets(step)}
+        opened = {device: open_device(device) for device in set(where.values())}
+        devices = {device: accelerator for device, accelerator in opened.items() if accelerator is not None}
+        accelerators = {tensor: device for tensor, device in where.items() if device in devices}
+        self._space = Workspace(handed, self._options.extra_memory, self._threads, direct, accelerators, devices)
         self._total = 0
         self._start = 0.0
         self._lock = threading.Lock()
@@ -124,8 +132,11 @@ class Transfer:
             self._space.buffer_needed = max((job.buffer for job in jobs), default=0)
             self._total = sum(job.nbytes for job in jobs)
             self._advance(None)
-            self._run_pooled([job for job in jobs if job.pooled])
+            self._space.staging.slot_bytes = max((job.staged for job in jobs), default=0)
+            with self._space.staging:
+                self._run_pooled([job for job in jobs if job.pooled])
             self._run_here([job for job in jobs if not job.pooled])
+            self._space.settle()
             self._check_sources()
         except WeightLoadersError as error:
             raise LoadError(
@@ -136,6 +147,7 @@ class Transfer:
             self._space.forget()
             self._result.infinities = self._space.infinities
             self._result.extra_memory = self._space.most_held
+            self._result.notes += self._space.staging.notes
             if self._space.direct is not None:
                 self._result.extra_memory += self._space.direct.buffers_bytes
                 self._result.notes += self._space.direct.notes

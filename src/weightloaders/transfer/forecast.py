@@ -7,12 +7,15 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from weightloaders.mapping.placement import is_empty
-from weightloaders.plan import CopyStep, Forecast
+from weightloaders.plan import CopyStep, Forecast, step_targets
 from weightloaders.transfer.copying import SMALL_BYTES
+from weightloaders.transfer.device_map import CPU, DeviceMap
+from weightloaders.transfer.devices import device_for
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.sources import habits_for, sources_of
+from weightloaders.transfer.staging import SLOTS
 from weightloaders.transfer.workspace import Workspace
 from weightloaders.weights.reading import read_tensor
 
@@ -23,17 +26,20 @@ if TYPE_CHECKING:
     from weightloaders.transfer.job import Job
 
 
-def forecast(steps: Sequence[Step], options: TransferOptions | None = None) -> Forecast:
+def forecast(steps: Sequence[Step], options: TransferOptions | None = None, devices: DeviceMap = CPU) -> Forecast:
     """What carrying out these steps will take. Nothing is read, and nothing is allocated.
 
     Args:
-        steps: The steps. Targets on meta are thought of as on the CPU. One that does not make up its target is never
-            carried out, and takes nothing.
+        steps: The steps. One that does not make up its target is never carried out, and takes nothing.
         options: How they will be carried out. Whatever the mode, what is told is what reading straight takes.
+        devices: Where targets on meta will be.
     """
     options = options or TransferOptions()
+    targets = [target for step in steps for target in step_targets(step)]
+    where = {id(t.tensor): devices.device_of(t.name) if t.tensor.is_meta else t.tensor.device for t in targets}
+    accelerators = {tensor: device for tensor, device in where.items() if device_for(device) is not None}
     threads = habits_for(sources_of(steps), options).threads
-    space = Workspace(extra_memory=options.extra_memory, threads=threads)
+    space = Workspace(extra_memory=options.extra_memory, threads=threads, accelerators=accelerators)
     jobs = jobs_of(steps, space, unfit=lambda _: None)
     # As in `Transfer`: what code of others asks for, in the order of its jobs.
     ahead = ReadAhead([info for job in jobs for info in job.ahead], read_tensor, options)
@@ -68,6 +74,8 @@ def _extra_memory(jobs: Sequence[Job], threads: int, space: Workspace, ahead: in
     threads = min(threads, len(pooled))
     # A thread keeps its buffer until all are done.
     buffers = (buffer + scratch) * min(threads, sum(job.path != "straight" for job in pooled))
+    slot = max((job.staged for job in pooled), default=0)
+    buffers += slot * (SLOTS + 1) * min(threads, sum(job.staged > 0 for job in pooled))
     most = heapq.nlargest(threads, (job.held for job in pooled))
     # One job alone may hold more than there is room for; others wait then.
     at_once = buffers + min(sum(most), max([space.room, *most[:1]]))

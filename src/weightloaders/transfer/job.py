@@ -30,6 +30,7 @@ class Piece(NamedTuple):
         place: Else what is done with them, given as they lie in a buffer that is reused.
         itemsize: Bytes an element.
         held: Memory that placing them takes, in bytes; beside the buffer.
+        where: The accelerator that they are copied to as they are, and placed on; None for the host.
     """
 
     source: ByteSource
@@ -40,6 +41,7 @@ class Piece(NamedTuple):
     place: Callable[[torch.Tensor], object] | None = None
     itemsize: int = 1
     held: int = 0
+    where: torch.device | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Job:
         held: Memory that it holds meanwhile, in bytes; beside the thread's own buffer.
         pooled: Whether any thread may do it; else it runs code of others, and is done on the caller's thread.
         buffer: How much of the thread's own buffer it takes, in bytes.
+        staged: How much of a slot on the way to an accelerator.
         ahead: What it asks for whole, in this order, so that it can be read before.
         starts: Where in the file the bytes of each target begin, if it reads those of several, one after the other.
     """
@@ -71,5 +74,6 @@ class Job:
     held: int = 0
     pooled: bool = True
     buffer: int = 0
+    staged: int = 0
     ahead: tuple[TensorInfo, ...] = ()
     starts: tuple[int, ...] = ()

@@ -23,7 +23,6 @@ from weightloaders.transfer.foreign import call, compute, place_of
 from weightloaders.transfer.job import Job, Piece
 from weightloaders.transfer.memory import is_dense, is_plain
 from weightloaders.transfer.merging import merged
-from weightloaders.transfer.workspace import writing
 from weightloaders.weights.info import contiguous_strides
 from weightloaders.weights.reading import native_order, read_tensor
 
@@ -166,12 +165,11 @@ def _block_job(
         for job in inner(whole):
             space.check_stop()
             job.work()
-        with writing(tensor):
-            destination = tensor.detach() if is_plain(tensor) else tensor
-            for dim, (at, count) in enumerate(zip(start, size, strict=True)):
-                if count != destination.shape[dim]:
-                    destination = destination.narrow(dim, at, count)
-            destination.copy_(whole)
+        destination = tensor.detach() if is_plain(tensor) else tensor
+        for dim, (at, count) in enumerate(zip(start, size, strict=True)):
+            if count != destination.shape[dim]:
+                destination = destination.narrow(dim, at, count)
+        space.write(step.target, lambda: destination.copy_(whole))
 
     # Told by the jobs for memory that is not there.
     told = inner(torch.empty(tuple(size), dtype=_dtype(step.target), device="meta"))
@@ -192,10 +190,11 @@ def _block_job(
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:
-    takes_bytes, dtype = _takes_bytes(target.tensor), _dtype(target)
+    takes_bytes, dtype = _takes_bytes(target, space), _dtype(target)
     for source, parts in _by_source(step.placements).items():
         if isinstance(source, Constant):
-            yield Job("", 0, 0, (target,), functools.partial(_fill, source.value, parts, target), "straight", 0)
+            fill = functools.partial(_fill, source.value, parts, target, space)
+            yield Job("", 0, 0, (target,), fill, "straight", 0)
         if not isinstance(source, int):
             continue
         info = step.sources[source]
@@ -259,11 +258,13 @@ def _runs_of(info: TensorInfo, parts: list[Placement]) -> list[tuple[Extent, lis
     return runs
 
 
-def _fill(value: float, parts: Sequence[Placement], target: Target) -> None:
-    flat = target.tensor.detach().view(-1)
-    with writing(target.tensor):
+def _fill(value: float, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
+    def fill() -> None:
+        flat = target.tensor.detach().view(-1)
         for placed in parts:
             strided(flat, placed, 2, 0).fill_(value)
+
+    space.write(target, fill)
 
 
 def _is_worth_a_view(placed: Placement, parts: int, itemsize: int) -> bool:
@@ -274,17 +275,20 @@ def _is_worth_a_view(placed: Placement, parts: int, itemsize: int) -> bool:
     return run * itemsize >= _SMALL
 
 
-def _takes_bytes(tensor: torch.Tensor) -> bool:
-    """Whether bytes may be written straight into a tensor's memory, or into that which it will have."""
-    return is_dense(tensor) if not tensor.is_meta else is_plain(tensor) and tensor.is_contiguous()
+def _takes_bytes(target: Target, space: Workspace) -> bool:
+    """Whether bytes may be written as they are into a target's memory, or into that which it will have."""
+    tensor = target.tensor
+    if tensor.is_meta or space.accelerator_of(target) is not None:
+        return is_plain(tensor) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return is_dense(tensor)
 
 
 def _straight(placed: Placement, extent: Extent, target: Target, space: Workspace) -> Iterator[Piece]:
-    size, reader = extent.stored_dtype.itemsize, space.reader(extent.source)
+    size, reader, where = extent.stored_dtype.itemsize, space.reader(extent.source), space.accelerator_of(target)
     if placed.is_contiguous:
         count = placed.dims[0][0] if placed.dims else 1
         offset = extent.offset + placed.source_start * size
-        yield Piece(reader, offset, count * size, target, placed.target_start * size)
+        yield Piece(reader, offset, count * size, target, placed.target_start * size, where=where)
         return
     # The innermost loop is the run, where it goes on side by side; else each element is one.
     goes_on = placed.dims[-1][1:] == (1, 1)
@@ -293,18 +297,25 @@ def _straight(placed: Placement, extent: Extent, target: Target, space: Workspac
         steps = [(at * dim[1], at * dim[2]) for at, dim in zip(indices, outer, strict=True)]
         source = placed.source_start + sum(step for step, _ in steps)
         start = placed.target_start + sum(step for _, step in steps)
-        yield Piece(reader, extent.offset + source * size, run * size, target, start * size)
+        yield Piece(reader, extent.offset + source * size, run * size, target, start * size, where=where)
 
 
 def _through_buffer(
     info: TensorInfo, parts: Sequence[Placement], extent: Extent, target: Target, space: Workspace
 ) -> Iterator[Piece]:
-    size, reader = extent.stored_dtype.itemsize, space.reader(extent.source)
+    size, reader, where = extent.stored_dtype.itemsize, space.reader(extent.source), space.accelerator_of(target)
+    if where is not None and not space.staging.can_cast(where, extent.stored_dtype, info.dtype, _dtype(target)):
+        where = None
     for start, end, inside in _spans(parts, space.buffer_bytes // size, _MAX_GAP // size):
-        place = functools.partial(_place_span, info, extent, start, inside, target, space)
+        place: Callable[[torch.Tensor], object] = functools.partial(
+            _place_span, info, extent, start, inside, target, space
+        )
+        if where is None:
+            place = functools.partial(_write_from_host, place, target, space)
         # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
         held = (end - start) * info.dtype.itemsize if info.dtype != extent.stored_dtype else 0
-        yield Piece(reader, extent.offset + start * size, (end - start) * size, target, 0, place, size, held)
+        offset, nbytes = extent.offset + start * size, (end - start) * size
+        yield Piece(reader, offset, nbytes, target, 0, place, size, held, where)
 
 
 def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:
@@ -363,17 +374,22 @@ def _place_span(
     _spread(values, start, parts, target, space)
 
 
+def _write_from_host(
+    place: Callable[[torch.Tensor], object], target: Target, space: Workspace, stored: torch.Tensor
+) -> None:
+    space.write(target, lambda: place(stored))
+
+
 def _whole(info: TensorInfo, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
     values = read_tensor(info) if info.is_raw else space.read(info).detach()
-    _spread(values.reshape(-1), 0, parts, target, space)
+    space.write(target, lambda: _spread(values.reshape(-1), 0, parts, target, space))
 
 
 def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
     """Copy parts of a source, of which ``values`` has the elements from ``start`` on, to where they belong."""
     flat = target.tensor.detach().view(-1)
-    with writing(target.tensor):
-        for placed in parts:
-            space.store(strided(values, placed, 1, start), strided(flat, placed, 2, 0), target.name)
+    for placed in parts:
+        space.store(strided(values, placed, 1, start), strided(flat, placed, 2, 0), target.name)
 
 
 def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:

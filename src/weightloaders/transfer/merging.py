@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+import torch
+
+from weightloaders.transfer.devices import enough_device_memory
 from weightloaders.transfer.job import Job, Piece
+from weightloaders.transfer.workspace import writing
 from weightloaders.weights.reading import memory_at, memory_of
 from weightloaders.weights.source import FileSource
 
@@ -31,20 +35,27 @@ def merged(pieces: Iterable[Piece], chunk: int, space: Workspace) -> Iterator[Jo
     """
     straight: list[Piece] = []
     through_buffer: list[Piece] = []
+    staged: list[Piece] = []
     for piece in pieces:
-        (straight if piece.place is None else through_buffer).append(piece)
-    for batch in _batches(straight, chunk, to_cut=True):
+        if piece.where is not None:
+            staged.append(piece)
+        else:
+            (straight if piece.place is None else through_buffer).append(piece)
+    for batch in _batches(straight, chunk):
         yield _straight_job(batch)
-    for batch in _batches(through_buffer, space.buffer_bytes, to_cut=False):
+    for batch in _batches(through_buffer, space.buffer_bytes):
         yield _buffered_job(batch, space)
+    for batch in _batches(staged, space.buffer_bytes):
+        yield _staged_job(batch, space)
 
 
-def _batches(pieces: list[Piece], most: int, *, to_cut: bool) -> Iterator[list[Piece]]:
-    """Pieces that lie side by side in one source, or nearly so."""
+def _batches(pieces: list[Piece], most: int) -> Iterator[list[Piece]]:
+    """Pieces that lie side by side in one source, or nearly so. Of those that are placed from a buffer none is cut."""
     pieces.sort(key=_place)
     batch: list[Piece] = []
     start = end = views = 0
     for piece in pieces:
+        to_cut = piece.place is None
         while True:
             if batch and not (
                 0 <= piece.offset - end <= MAX_GAP
@@ -142,3 +153,35 @@ def _read_and_place(batch: Sequence[Piece], nbytes: int, space: Workspace) -> No
     for piece in batch:
         if piece.place is not None:
             piece.place(buffer[piece.offset - first : piece.offset - first + piece.nbytes])
+
+
+def _staged_job(batch: list[Piece], space: Workspace) -> Job:
+    first, last = batch[0], batch[-1]
+    nbytes = last.offset + last.nbytes - first.offset
+    return Job(
+        first.source.name,
+        first.offset,
+        nbytes,
+        tuple([piece.target for piece in batch]),
+        functools.partial(_read_and_stage, batch, nbytes, space),
+        "buffered",
+        held=max([piece.held for piece in batch]),
+        staged=nbytes,
+        starts=tuple([piece.offset for piece in batch]),
+    )
+
+
+def _read_and_stage(batch: Sequence[Piece], nbytes: int, space: Workspace) -> None:
+    first = batch[0].offset
+    with space.staging.slot() as slot:
+        batch[0].source.read_into(slot.view(nbytes), first)
+        for piece in batch:
+            at = piece.offset - first
+            with writing(piece.target.tensor):
+                if piece.place is None or piece.where is None:
+                    memory = piece.target.tensor.detach().view(-1).view(torch.uint8)
+                    slot.upload(at, memory[piece.start : piece.start + piece.nbytes])
+                    continue
+                name = piece.target.name
+                with enough_device_memory(piece.where, f"placing {piece.nbytes:,} bytes of {name!r}", tensor=name):
+                    slot.place(piece.where, at, piece.nbytes, piece.place)

@@ -8,11 +8,13 @@ or layout than the parameter wants is copied as it is, into scratch memory on th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.errors import LoadError
 from weightloaders.transfer.devices import Device, Event, Stream, enough_device_memory
 from weightloaders.weights.reading import memory_of
 
@@ -57,13 +59,15 @@ class Staging:
         # The memory of a parameter may still be in use as what it was before, or still be initialised.
         self._begin = {where: device.current_stream().record() for where, device in devices.items()}
         self._own = threading.local()
+        self._caller = threading.get_ident()
         self._lanes: list[_Lane] = []
         self._held = 0
         self._lock = threading.Lock()
 
-    def device_of(self, tensor: torch.Tensor) -> Device | None:
-        """The device on which a tensor is filled by way of this; None where its memory is written directly."""
-        return self._devices.get(tensor.device)
+    def can_cast(self, where: torch.device, *dtypes: torch.dtype) -> bool:
+        """Whether a device, one after the other, makes each of these dtypes of the one before."""
+        device = self._devices.get(where)
+        return device is None or all(itertools.starmap(device.can_cast, itertools.pairwise(dtypes)))
 
     @contextlib.contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -76,7 +80,9 @@ class Staging:
 
     def run(self, where: torch.device, work: Callable[[], object]) -> None:
         """Do what puts operations on tensors of a device into its current stream, and wait until they are done."""
-        stream = self._lane().stream(where)
+        # Code of others runs on the thread that asked for the transfer, and what it has put into its own stream counts.
+        own = threading.get_ident() == self._caller
+        stream = self._devices[where].current_stream() if own else self._lane().stream(where)
         stream.run(work)
         stream.record().synchronize()
 
@@ -90,11 +96,13 @@ class Staging:
         try:
             for lane in self._lanes:
                 lane.synchronize()
-        except RuntimeError:
+        except RuntimeError as failure:
             # A device that failed says so at each call; the first is the one to be heard of.
             if error is None:
-                raise
+                raise LoadError(f"an accelerator failed: {failure}") from failure
         finally:
+            for lane in self._lanes:
+                lane.release()
             self._lanes.clear()
             self._own = threading.local()
             if self._held:
@@ -172,6 +180,11 @@ class _Lane:
         slot = self._slots[at]
         slot.wait_until_free()
         return slot
+
+    def release(self) -> None:
+        # Slots know their lane: what is in a circle would not be free yet when the allocators are asked for it back.
+        self._slots.clear()
+        self._scratch.clear()
 
     def synchronize(self) -> None:
         for stream in self._streams.values():

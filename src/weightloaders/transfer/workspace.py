@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import LoadError
-from weightloaders.transfer.copying import SCRATCH_BYTES, SMALL_BYTES, copy_values
+from weightloaders.transfer.copying import SCRATCH_BYTES, SMALL_BYTES, copy_values, made_infinities, may_overflow
+from weightloaders.transfer.staging import SLOTS, Staging
 from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Mapping
 
+    from weightloaders.targets import Target
+    from weightloaders.transfer.devices import Device
     from weightloaders.transfer.read_ahead import ReadAhead
     from weightloaders.weights.direct_io import DirectReads
     from weightloaders.weights.info import TensorInfo
@@ -34,9 +37,12 @@ class Workspace:
         extra_memory: Most bytes to hold at one time beside the model. One job alone may hold more.
         threads: How many threads have a buffer.
         direct: The way past the page cache, where reads are to take it.
+        accelerators: By the identity of a target's tensor, the accelerator that it lies on, or will lie on.
+        devices: The accelerators themselves. Without them, what is to be done can be told, but not be done.
 
     Attributes:
         direct: See above.
+        staging: The way to the accelerators.
         buffer_bytes: Most bytes that a thread's buffer has.
         buffer_needed: How many of them the largest job takes.
         room: Most bytes that jobs may hold together, beside these.
@@ -51,14 +57,19 @@ class Workspace:
         extra_memory: int = EXTRA_MEMORY,
         threads: int = 1,
         direct: DirectReads | None = None,
+        accelerators: Mapping[int, torch.device] | None = None,
+        devices: Mapping[torch.device, Device] | None = None,
     ) -> None:
         self.handed, self.direct = handed, direct
+        self._accelerators = accelerators or {}
+        # On the way to accelerators a thread has slots, too, and there as much memory as one of them.
+        slots = SLOTS + 1 if accelerators else 0
         # What is left, a quarter or more, is for what single jobs hold.
-        share = extra_memory // (2 * threads)
+        share = extra_memory // ((2 + 4 * slots // 3) * threads)
         self.buffer_bytes = max(64, min(BUFFER_BYTES, share - share % 64))
         self.buffer_needed = self.buffer_bytes
         self.scratch_bytes = min(SCRATCH_BYTES, self.buffer_bytes // 128 * 64)
-        self.room = extra_memory - threads * (self.buffer_bytes + self.scratch_bytes)
+        self.room = extra_memory - threads * ((1 + slots) * self.buffer_bytes + self.scratch_bytes)
         self.most_held = 0
         self.infinities: list[str] = []
         self._held = 0
@@ -69,6 +80,8 @@ class Workspace:
         self._ahead: Generator[tuple[TensorInfo, torch.Tensor]] | None = None
         self._own = threading.local()
         self._last: tuple[TensorInfo, torch.Tensor] | None = None
+        self._asked: dict[tuple[str, int], torch.Tensor] = {}
+        self.staging = Staging(devices or {}, self.keep)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Memory for at most `buffer_needed`: this thread's own, and overwritten by the next call."""
@@ -82,6 +95,11 @@ class Workspace:
         """Account for memory that a thread keeps until it ends."""
         with self._change:
             self._buffers += nbytes
+            self._account(nbytes)
+
+    def keep(self, nbytes: int) -> None:
+        """Account for memory that is taken, or (a negative number) given back."""
+        with self._change:
             self._account(nbytes)
 
     def forget_buffers(self) -> None:
@@ -178,10 +196,50 @@ class Workspace:
 
     def store(self, values: torch.Tensor, destination: torch.Tensor, name: str) -> None:
         """Copy values into (a part of) a parameter, and notice infinities that a cast has made."""
-        if copy_values(destination, values, self._scratch(values.nbytes)):
-            with self._change:
-                if name not in self.infinities:
-                    self.infinities.append(name)
+        if destination.device.type == "cpu":
+            made = copy_values(destination, values, self._scratch(values.nbytes))
+        elif values.device.type == "cpu":
+            cast = values.to(destination.dtype)
+            made = made_infinities(cast, values)
+            destination.copy_(cast)
+        else:
+            destination.copy_(values)
+            made = False
+            if may_overflow(values.dtype, destination.dtype):
+                # An answer from a device is waited for; so it is asked for when all is done.
+                there, key = (destination.isinf() & values.isfinite()).any(), (name, threading.get_ident())
+                self._asked[key] = self._asked[key] | there if key in self._asked else there
+        if made:
+            self._note_infinities(name)
+
+    def settle(self) -> None:
+        """Ask accelerators what casts there have made, once all is done."""
+        for (name, _), made in self._asked.items():
+            if bool(made):
+                self._note_infinities(name)
+
+    def _note_infinities(self, name: str) -> None:
+        with self._change:
+            if name not in self.infinities:
+                self.infinities.append(name)
+
+    def accelerator_of(self, target: Target) -> torch.device | None:
+        """The accelerator that a target lies on, or will lie on; None for the host."""
+        # Not by its name: what is put together beside a parameter, on the host, has the same.
+        return self._accelerators.get(id(target.tensor))
+
+    def write(self, target: Target, work: Callable[[], object]) -> None:
+        """Write to a target by torch, from the host."""
+
+        def write() -> None:
+            with writing(target.tensor):
+                work()
+
+        where = self.accelerator_of(target)
+        if where is None:
+            write()
+        else:
+            self.staging.run(where, write)
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
         """This thread's own memory for what a copy needs on its way; no more than what is copied."""
