@@ -55,7 +55,7 @@ class LoadReport:
         phases: What they went into, in seconds: ``open`` (the catalogue), ``plan``, ``prepare`` (memory and first
             values), ``transfer``, ``verify``.
         page_faults: Page faults of the process while bytes were moved: those met in memory, and those that had to read
-            from a disk. None where the system does not tell.
+            from a disk. Both 0 where the system does not count them.
         extra_memory: Most bytes that the transfer held at one time beside the model itself.
     """
 
@@ -81,7 +81,7 @@ class LoadReport:
     reads: int = 0
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
-    page_faults: tuple[int, int] | None = None
+    page_faults: tuple[int, int] = (0, 0)
     extra_memory: int = 0
 
     @property
@@ -105,7 +105,7 @@ class LoadReport:
                 + (f" ({self.bytes_per_second / 1e9:.2f} GB/s)" if is_telling else "")
                 + _phases(self.phases),
             ),
-            ("extra memory", bytes_text(self.extra_memory)),
+            ("extra memory", bytes_text(self.extra_memory) + _faults(self.page_faults)),
         ]
         names: list[tuple[str, Collection[str]]] = [
             ("missing", self.missing), ("unexpected", self.unexpected), ("mismatched", self.mismatched),
@@ -130,6 +130,12 @@ def _ways(bytes_by_path: Mapping[str, int], reads: int) -> str:
 
 def _phases(phases: Mapping[str, float]) -> str:
     return ": " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items()) if phases else ""
+
+
+def _faults(counted: tuple[int, int]) -> str:
+    in_memory, from_disk = counted
+    told = f"; {in_memory:,} page faults" if any(counted) else ""
+    return told + (f", {from_disk:,} from disk" if from_disk else "")
 
 
 def _named(names: Collection[str]) -> str:

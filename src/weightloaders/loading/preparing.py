@@ -185,5 +185,6 @@ def report_of(
         reads=moved.reads,
         seconds=seconds,
         phases=dict(context.phases),
+        page_faults=moved.page_faults,
         extra_memory=moved.extra_memory,
     )

@@ -13,6 +13,7 @@ import torch
 from weightloaders.errors import LoadError, SourceReadError, WeightLoadersError
 from weightloaders.plan import Step, step_targets
 from weightloaders.transfer.devices import device_for
+from weightloaders.transfer.faults import faults
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.memory import bump_versions, is_dense
 from weightloaders.transfer.options import TransferOptions
@@ -63,6 +64,7 @@ class Transferred:
             ``buffered``, ``assembled`` beside the parameter, ``computed``, ``handed over``.
         reads: In how many positioned reads.
         extra_memory: Most bytes held at one time beside the model.
+        page_faults: Of the process meanwhile: those met in memory, and those that read from a disk.
         infinities: Parameters in which a cast made new infinities.
         written: Names of the parameters that were written to.
         warnings: Sentences for the report: what is probably not as it should be.
@@ -73,6 +75,7 @@ class Transferred:
     bytes_by_path: dict[str, int] = field(default_factory=dict)
     reads: int = 0
     extra_memory: int = 0
+    page_faults: tuple[int, int] = (0, 0)
     infinities: list[str] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
@@ -126,6 +129,7 @@ class Transfer:
             KeyboardInterrupt: After the threads have stopped.
         """
         self._start = time.perf_counter()
+        before = faults()
         try:
             self._check_memory()
             jobs = jobs_of(self._steps, self._space)
@@ -145,6 +149,8 @@ class Transfer:
             ) from error  # fmt: skip
         finally:
             self._space.forget()
+            minor, major = faults()
+            self._result.page_faults = minor - before[0], major - before[1]
             self._result.infinities = self._space.infinities
             self._result.extra_memory = self._space.most_held
             self._result.notes += self._space.staging.notes
