@@ -16,7 +16,7 @@ from weightloaders.loading.origin import origin_of
 from weightloaders.loading.preparing import groundwork, report_of, show_progress, targets_of, warn_of
 from weightloaders.loading.status import marking
 from weightloaders.loading.watching import settle
-from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPlan, Step, step_infos, step_targets
+from weightloaders.plan import CallStep, ComputeStep, CopyStep, LoadPlan, Step, step_infos, step_targets
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.mapped import Mapped, mapped
@@ -83,7 +83,7 @@ def run(
                 if isinstance(error, LoadError):
                     error.written = tuple(sorted({*error.written, *views.names}))
                 raise
-            _tell(views, plan, moved)
+            _tell(views, moved)
             mark.touched = True
             filled = [target for step in plan.steps for target in step_targets(step)]
             for watch in active_watches():
@@ -108,10 +108,9 @@ def _besides(views: Mapped, steps: list[Step]) -> list[Step]:
     return [step for step in steps if views.names.isdisjoint(target.name for target in step_targets(step))]
 
 
-def _tell(views: Mapped, plan: LoadPlan, moved: Transferred) -> None:
+def _tell(views: Mapped, moved: Transferred) -> None:
     """Put what was mapped into the account of what was moved."""
-    if views.note:
-        plan.findings.append(Finding("note", "info", views.note))
+    moved.notes.extend([views.note] if views.note else [])
     if views.names:
         moved.bytes_by_path["mapped"] = views.nbytes
         moved.written |= views.names

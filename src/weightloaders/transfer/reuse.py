@@ -1,7 +1,7 @@
 """Memory for tensors that is used again as soon as nobody holds the tensor any more.
 
 Touching new memory costs more than reading into it. Most tensors that are handed out one after the other have one of a
-few sizes, and most consumers copy what they get and let go of it.
+few sizes, and most consumers copy what they get and let go of it. Those who keep it get memory as torch gives it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _WATCHED = 16
 
 
 class _Lent(NamedTuple):
-    memory: torch.Tensor
+    """A tensor that somebody has: the memory below it, where that can be used again, and whether it still lives."""
+
+    memory: torch.Tensor | None
     tensor: StorageWeakRef
 
 
@@ -32,7 +34,9 @@ class ReusedMemory:
     def __init__(self) -> None:
         self.nbytes = 0
         self._spare: deque[torch.Tensor] = deque()
-        self._lent: deque[_Lent] = deque(maxlen=_WATCHED)
+        self._lent: deque[_Lent] = deque()
+        # How many tensors were let go of soon, and how many were not.
+        self._returned = self._kept = 0
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, room: int) -> torch.Tensor:
         """An uninitialised tensor, the only one in its storage.
@@ -47,21 +51,29 @@ class ReusedMemory:
         memory = self._taken(nbytes)
         while self._spare and nbytes + self.nbytes > room:
             self.nbytes -= self._spare.popleft().nbytes
-        if memory is None:
+        if memory is None and self._returned > self._kept:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        # A storage of its own over the same memory, which it keeps alive.
-        tensor = torch.utils.dlpack.from_dlpack(memory).view(dtype).view(shape)
+        if memory is None:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        else:
+            # A storage of its own over the same memory, which it keeps alive. It can't be resized.
+            tensor = torch.utils.dlpack.from_dlpack(memory).view(dtype).view(shape)
         self._lent.append(_Lent(memory, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
+        if len(self._lent) > _WATCHED:
+            self._lent.popleft()
+            self._kept += 1
         return tensor
 
     def _collect(self) -> None:
         for _ in range(len(self._lent)):
             lent = self._lent.popleft()
-            if lent.tensor.expired():  # type: ignore[no-untyped-call]
+            if not lent.tensor.expired():  # type: ignore[no-untyped-call]
+                self._lent.append(lent)
+                continue
+            self._returned += 1
+            if lent.memory is not None:
                 self._spare.append(lent.memory)
                 self.nbytes += lent.memory.nbytes
-            else:
-                self._lent.append(lent)
 
     def _taken(self, nbytes: int) -> torch.Tensor | None:
         for at, memory in enumerate(self._spare):
