@@ -21,7 +21,7 @@ from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
 from weightloaders.transfer import staging
 from weightloaders.transfer.device_map import DeviceMap
-from weightloaders.transfer.devices import Accelerator, device_for, enough_device_memory, usable_device
+from weightloaders.transfer.devices import Accelerator, device_for, enough_memory_on, usable_device
 from weightloaders.transfer.engine import Transfer
 from weightloaders.transfer.forecast import forecast
 from weightloaders.transfer.options import TransferOptions
@@ -318,18 +318,18 @@ def test_too_little_memory_on_the_device_is_our_error() -> None:
             self.streams.append(Full())
             return self.streams[-1]
 
-    with pytest.raises(LoadError, match=f"not enough memory on cpu for {SLOT} bytes"), stage(FullDevice()) as there:
+    with pytest.raises(LoadError, match=f"not enough memory for {SLOT} bytes"), stage(FullDevice()) as there:
         cast(there, torch.zeros(9), torch.ones(9))
 
 
 def test_a_lack_of_device_memory_says_where_and_another_error_stays_as_it_is() -> None:
     where = torch.device("cuda", 1)
-    with pytest.raises(LoadError) as caught, enough_device_memory(where, "tensor 'w', which takes 8 bytes", tensor="w"):
+    with pytest.raises(LoadError) as caught, enough_memory_on(where, "tensor 'w', which takes 8 bytes", tensor="w"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert "not enough memory on cuda:1 for tensor 'w', which takes 8 bytes" in str(caught.value)
     assert caught.value.tensor == "w"
     assert "device_map" in str(caught.value)
-    with pytest.raises(RuntimeError, match="unspecified launch failure"), enough_device_memory(where, "something"):
+    with pytest.raises(RuntimeError, match="unspecified launch failure"), enough_memory_on(where, "something"):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 

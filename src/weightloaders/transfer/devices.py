@@ -213,10 +213,10 @@ def _devices_here() -> list[str]:
 
 
 @contextlib.contextmanager
-def enough_device_memory(
+def enough_memory_on(
     where: torch.device, what: str, error: type[WeightLoadersError] = LoadError, tensor: str | None = None
 ) -> Iterator[None]:
-    """Turn a lack of a device's memory within the block into an error that says how much there is.
+    """Turn a lack of memory within the block into an error that says of which device, and how much it has.
 
     Args:
         where: The device.
@@ -229,9 +229,10 @@ def enough_device_memory(
     except (MemoryError, RuntimeError) as lack:
         if isinstance(lack, WeightLoadersError) or not lacks_memory(lack):
             raise
-        room = _room_on(where)
+        if where.type == "cpu":
+            raise error(f"there is not enough memory for {what}", tensor=tensor) from lack
         raise error(
-            f"there is not enough memory on {where} for {what}{room}",
+            f"there is not enough memory on {where} for {what}{_room_on(where)}",
             tensor=tensor,
             hint="free memory there, or leave part of the model on other devices (device_map)",
         ) from lack

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import ModelError
+from weightloaders.transfer.devices import enough_memory_on
 from weightloaders.transfer.memory import wraps_others
-from weightloaders.weights.reading import enough_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,8 @@ def allocate(
                     twins[id(old)] = _twin(name, old, device, dtype, sharers, shared)
                 except (MemoryError, RuntimeError):
                     # Entered for each tensor, this would take as long as the small ones themselves.
-                    with enough_memory(name, old.numel() * dtype.itemsize, ModelError):
+                    what = f"tensor {name!r}, which takes {old.numel() * dtype.itemsize:,} bytes"
+                    with enough_memory_on(device, what, ModelError, name):
                         raise
     return twins
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightloaders.transfer.devices import enough_device_memory
+from weightloaders.transfer.devices import enough_memory_on
 from weightloaders.transfer.job import Job, Piece
 from weightloaders.transfer.workspace import writing
 from weightloaders.weights.reading import memory_at, memory_of
@@ -183,5 +183,5 @@ def _read_and_stage(batch: Sequence[Piece], nbytes: int, space: Workspace) -> No
                     slot.upload(at, memory[piece.start : piece.start + piece.nbytes])
                     continue
                 name = piece.target.name
-                with enough_device_memory(piece.where, f"placing {piece.nbytes:,} bytes of {name!r}", tensor=name):
+                with enough_memory_on(piece.where, f"placing {piece.nbytes:,} bytes of {name!r}", tensor=name):
                     slot.place(piece.where, at, piece.nbytes, piece.place)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import LoadError
-from weightloaders.transfer.devices import Device, Event, Stream, enough_device_memory
+from weightloaders.transfer.devices import Device, Event, Stream, enough_memory_on
 from weightloaders.weights.reading import memory_of
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class _Lane:
         # One is enough: the stream is done with what it has of one slot before it comes to the next.
         if where not in self._scratch:
             nbytes = self._staging.slot_bytes
-            with enough_device_memory(where, f"{nbytes:,} bytes that loading needs beside the model"):
+            with enough_memory_on(where, f"{nbytes:,} bytes that loading needs beside the model"):
                 self._scratch[where] = self.stream(where).allocate(nbytes)
             self._staging.hold(nbytes)
         return self._scratch[where]
