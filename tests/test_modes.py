@@ -33,6 +33,7 @@ from weightloaders import (
     save_weights,
 )
 from weightloaders.errors import LoadError, SourceReadError
+from weightloaders.loaders.local import LocalLoader
 from weightloaders.loading import load_status
 
 if TYPE_CHECKING:
@@ -318,6 +319,34 @@ def test_progress_of_a_stream_of_tensors_ends_with_all_bytes(llama_folder):
     assert [event.done_bytes for event in events] == sorted(event.done_bytes for event in events)
     assert events[-1].done_bytes == events[-1].total_bytes == report.bytes_read
     assert events[-1].file.endswith("model.safetensors")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_default_called_from_an_override_obeys_the_mode(tmp_path, mode, device):
+    tensors = {"weight": torch.randn(4, 8), "bias": torch.randn(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    class Override(LocalLoader):
+        def load_weights(self, model, weights):
+            return super().load_weights(model, weights)
+
+    model = nn.Linear(8, 4, device=device)
+    report = load_into(model, tmp_path, loader=Override, transfer=mode, progress=False)
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in tensors.items())
+    assert sorted(report.loaded) == ["bias", "weight"]
+    assert ("mapped" in report.bytes_by_path) == (mode == "mmap")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_that_an_optimizer_holds_weakly_is_filled(tmp_path, mode):
+    """Its object can't be exchanged then, and the report says so."""
+    save_file({"weight": torch.ones(4, 8)}, tmp_path / "model.safetensors")
+    model = nn.Linear(8, 4, bias=False, device="meta")
+    held = weakref.ref(model.weight)
+    report = load_into(model, tmp_path, transfer=mode, progress=False)
+    assert bool((model.weight == 1).all())
+    assert (report.replaced == ["weight"]) == (held() is not model.weight)
 
 
 # ------------------------------------------------------------------ mmap

@@ -183,3 +183,12 @@ def test_a_plan_is_run_as_was_said_when_it_was_made(tmp_path):
         assert plan.run(model).bytes_by_path == {"mapped": 48}
         assert again.run(model).bytes_by_path == {"streamed": 48}
         assert plan_load(model, weights).run(model).bytes_by_path == {"straight": 48}
+
+
+def test_the_command_line_maps_a_real_model_and_lets_it_write(smollm2_folder):
+    command = ["generate", str(smollm2_folder), "What is gravity?", "--max-tokens", "4", "--no-progress"]
+    direct, mapped = (CliRunner().invoke(app, [*command, "--transfer", mode]) for mode in ("direct", "mmap"))
+    assert mapped.exit_code == 0, mapped.output
+    assert " mapped" in mapped.stderr
+    assert " mapped" not in direct.stderr
+    assert mapped.stdout == direct.stdout
