@@ -32,7 +32,7 @@ _RUN_BYTES = 256
 _COLLIDING_BYTES = 2 << 10
 # Copies of fewer bytes stay in the cache whichever way they go, and calls are what they cost.
 SMALL_BYTES = 16 << 10
-_CAST_AT_ONCE = 256 << 10
+_CAST_AT_ONCE = 1 << 20
 _LOOKED_AT_CLOSELY = 16 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch converts these one by one, but to and from float32, which holds all values of the source, many at a time.
