@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -298,17 +298,18 @@ def job(file: str, offset: int) -> Job:
 
 
 def test_a_reader_stays_with_its_file_and_takes_another_one_when_it_is_done() -> None:
-    schedule = Schedule([job("a", 0), job("a", 1), job("b", 0), job("b", 1), job("b", 2)])
+    schedule = Schedule([job("a", 0), job("a", 1), job("b", 0), job("c", 0)])
+    one, other = schedule.jobs(), schedule.jobs()
+    taken = [next(one), next(other), next(one), next(other)]
+    assert [(found.file, found.offset) for found in taken] == [("a", 0), ("b", 0), ("a", 1), ("c", 0)]
+    assert list(one) == list(other) == []
 
-    def taken(file: str | None) -> Any:
-        found = schedule.next(file)
-        return found and (found.file, found.offset)
 
-    assert taken(None) == ("a", 0)
-    assert taken(None) == ("b", 0)
-    assert taken("a") == ("a", 1)
-    # Nothing is left that nobody reads, so it helps.
-    assert taken("a") == ("b", 1)
-    assert taken("b") == ("b", 2)
-    assert taken("b") is None
-    assert taken("a") is None
+def test_a_reader_that_has_nothing_left_takes_the_second_half_of_what_another_has() -> None:
+    schedule = Schedule([job("a", at) for at in range(9)])
+    one, other = schedule.jobs(), schedule.jobs()
+    assert next(one).offset == 0
+    # Of the eight that are left it takes four, and both go on from front to back.
+    assert [next(other).offset for _ in range(3)] == [5, 6, 7]
+    assert [found.offset for found in one] == [1, 2, 3, 4, 8]
+    assert list(other) == []

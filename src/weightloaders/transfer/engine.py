@@ -204,11 +204,9 @@ class Transfer:
         self._result.reads += ahead.reads
 
     def _work_off(self, schedule: Schedule) -> None:
-        file = None
         with _single_threaded_torch:
-            while not self._space.stopped:
-                job = schedule.next(file)
-                if job is None:
+            for job in schedule.jobs():
+                if self._space.stopped:
                     return
                 try:
                     self._do(job)
@@ -217,7 +215,6 @@ class Transfer:
                 except BaseException:
                     self._space.stop()
                     raise
-                file = job.file
 
     def _do(self, job: Job) -> None:
         with self._lock:

@@ -7,7 +7,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from weightloaders.transfer.job import Job
 
@@ -16,7 +16,8 @@ class Schedule:
     """Hands jobs out to threads.
 
     A thread stays with its file, so that the system's read-ahead sees one reader going forward. When its file is done
-    it takes one that nobody reads; when there is none, it helps with the one that has most left.
+    it takes one that nobody reads. When there is none, it takes the second half of what another has left: two that go
+    forward far from each other are each read ahead for, two that take turns in one place are not.
 
     Args:
         jobs: In the order of file and offset.
@@ -26,28 +27,26 @@ class Schedule:
         files: dict[str, deque[Job]] = {}
         for job in jobs:
             files.setdefault(job.file, deque()).append(job)
-        self._waiting = deque(files.items())
-        self._open: dict[str, deque[Job]] = {}
+        self._waiting = deque(files.values())
+        self._taken: list[deque[Job]] = []
         self._lock = threading.Lock()
 
-    def next(self, file: str | None) -> Job | None:
-        """The next job of a thread that has just worked on this file; None when there is nothing left for it."""
-        with self._lock:
-            left = self._open.get(file) if file is not None else None
-            if left is None:
-                file, left = self._join()
-            if left is None or file is None:
-                return None
-            job = left.popleft()
-            if not left:
-                del self._open[file]
-            return job
+    def jobs(self) -> Iterator[Job]:
+        """The jobs of one thread, each handed out when it is asked for."""
+        own: deque[Job] = deque()
+        while True:
+            with self._lock:
+                if not own:
+                    own = self._waiting.popleft() if self._waiting else self._half()
+                    self._taken.append(own)
+                if not own:
+                    return
+                job = own.popleft()
+            yield job
 
-    def _join(self) -> tuple[str | None, deque[Job] | None]:
-        if self._waiting:
-            file, left = self._waiting.popleft()
-            self._open[file] = left
-            return file, left
-        if not self._open:
-            return None, None
-        return max(self._open.items(), key=lambda entry: len(entry[1]))
+    def _half(self) -> deque[Job]:
+        longest = max(self._taken, key=len, default=deque())
+        half: deque[Job] = deque()
+        for _ in range((len(longest) + 1) // 2):
+            half.appendleft(longest.pop())
+        return half
