@@ -12,9 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
 
+from weightloaders import load_into
 from weightloaders.errors import SourceReadError
 from weightloaders.weights import direct_io
 from weightloaders.weights.direct_io import Alignment, DirectReads, DirectSource, alignment_of, arrange
@@ -272,11 +276,12 @@ def test_memory_that_can_not_be_written_is_an_error(file: Path, content: bytes) 
 # ------------------------------------------------------------------ what it takes
 
 
-def test_each_thread_has_one_buffer_and_it_is_counted(file: Path) -> None:
+@linux
+def test_each_thread_has_one_buffer_that_is_counted_and_goes_with_it(file: Path) -> None:
+    if not opened_directly(file):
+        pytest.skip("nothing is read directly here")
     reads = DirectReads(1 << 20)
     source = reads.source(FileSource(file))
-    if isinstance(source, DirectSource) and not opened_directly(file):
-        pytest.skip("nothing is read directly here")
     barrier = threading.Barrier(3)
 
     def work() -> None:
@@ -284,12 +289,20 @@ def test_each_thread_has_one_buffer_and_it_is_counted(file: Path) -> None:
             barrier.wait()
             source.read(at, 2_000_000)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert reads.buffers_bytes == 3 << 20
+    for _ in range(2):
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert reads.most_held == 3 << 20
+
+
+@pytest.mark.parametrize(("room", "buffer"), [(0, 4096), (5000, 4096), (1 << 20, 1 << 20), (1 << 30, 4 << 20)])
+def test_a_buffer_is_a_number_of_blocks_within_bounds(file: Path, content: bytes, room: int, buffer: int) -> None:
+    reads = DirectReads(room)
+    assert reads.buffer_bytes == buffer
+    assert reads.source(FileSource(file)).read(5, 100_000) == content[5:100_005]
 
 
 @linux
@@ -325,3 +338,57 @@ def test_the_alignment_of_an_unknown_file_system_is_a_block(file: Path) -> None:
     known = alignment_of(descriptor)
     os.close(descriptor)
     assert known is None or known.file % 4096 == 0
+
+
+# ------------------------------------------------------------------ a whole load
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.straight = nn.Parameter(torch.zeros(1000, 1500))
+        self.cast = nn.Parameter(torch.zeros(1000, 700, dtype=torch.bfloat16))
+        self.small = nn.Parameter(torch.zeros(3))
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    stored = {"straight": torch.rand(1000, 1500), "cast": torch.rand(1000, 700), "small": torch.rand(3)}
+    save_file(stored, folder / "model.safetensors")
+    return folder
+
+
+@linux
+def test_a_load_past_the_page_cache_leaves_it_as_it_was(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    if not opened_directly(path):
+        pytest.skip("this file system reads through the page cache only")
+    close_files()
+    forget_pages(path)
+    model = Model()
+    report = load_into(model, checkpoint, transfer="o_direct", progress=False)
+    # The header is read as usual, with what the system reads ahead of it.
+    assert cached_bytes(path) <= 1 << 20
+    expected = load_file(path)
+    assert torch.equal(model.straight, expected["straight"])
+    assert torch.equal(model.cast, expected["cast"].to(torch.bfloat16))
+    assert torch.equal(model.small, expected["small"])
+    assert not report.notes
+
+
+@linux
+def test_a_report_says_that_a_file_system_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "alignment_of", lambda descriptor: None)
+    model = Model()
+    report = load_into(model, checkpoint, transfer="o_direct", progress=False)
+    assert [note for note in report.notes if "takes no direct reads" in note]
+    assert torch.equal(model.straight, load_file(checkpoint / "model.safetensors")["straight"])
+
+
+@pytest.mark.parametrize("threads", [1, 4, 32])
+def test_the_buffers_are_within_what_a_load_may_hold(checkpoint: Path, threads: int) -> None:
+    options = {"mode": "o_direct", "threads": threads, "extra_memory": "4 MiB"}
+    report = load_into(Model(), checkpoint, transfer=options, progress=False)
+    assert 0 < report.extra_memory <= 4 << 20

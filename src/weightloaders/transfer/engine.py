@@ -110,12 +110,17 @@ class Transfer:
         self._options = options or _DEFAULT
         self._sources = sources_of(steps)
         self._threads = habits_for(self._sources, self._options).threads
-        direct = DirectReads() if self._options.mode == "o_direct" else None
+        room = self._options.extra_memory
+        direct = None
+        if self._options.mode == "o_direct":
+            direct = DirectReads(room // (8 * self._threads))
+            # The caller's own thread reads, too.
+            room -= direct.buffer_bytes * (self._threads + 1)
         where = {id(target.tensor): target.tensor.device for step in steps for target in step_targets(step)}
         opened = {device: open_device(device) for device in set(where.values())}
         devices = {device: accelerator for device, accelerator in opened.items() if accelerator is not None}
         accelerators = {tensor: device for tensor, device in where.items() if device in devices}
-        self._space = Workspace(handed, self._options.extra_memory, self._threads, direct, accelerators, devices)
+        self._space = Workspace(handed, room, self._threads, direct, accelerators, devices)
         self._total = 0
         self._start = 0.0
         self._lock = threading.Lock()
@@ -155,7 +160,7 @@ class Transfer:
             self._result.extra_memory = self._space.most_held
             self._result.notes += self._space.staging.notes
             if self._space.direct is not None:
-                self._result.extra_memory += self._space.direct.buffers_bytes
+                self._result.extra_memory += self._space.direct.most_held
                 self._result.notes += self._space.direct.notes
             touched = [t.tensor for step in self._steps for t in step_targets(step) if t.name in self._result.written]
             bump_versions(tensor for tensor in touched if is_dense(tensor))

@@ -13,6 +13,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightloaders.weights.source import FileSource
@@ -51,19 +52,22 @@ class DirectReads:
     """Reading past the page cache, for one load.
 
     Args:
-        buffer_bytes: Size of a thread's buffer; a multiple of 4096.
+        room: Most bytes that a thread's buffer may have.
 
     Attributes:
-        buffers_bytes: Memory that the threads' buffers took so far, in bytes.
+        buffer_bytes: How many it has: at most 4 MiB, at least 4096.
+        most_held: Most bytes that the threads' buffers had at one time.
         notes: What could not be read so, a sentence for each file system.
     """
 
-    def __init__(self, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self.buffers_bytes = 0
+    def __init__(self, room: int = BUFFER_BYTES) -> None:
+        self.buffer_bytes = max(_BLOCK, min(BUFFER_BYTES, room - room % _BLOCK))
+        self.most_held = 0
         self.notes: list[str] = []
-        self._buffer_bytes = buffer_bytes
+        self._held = 0
         self._own = threading.local()
-        self._lock = threading.Lock()
+        # A buffer may go, and be counted, in the middle of anything.
+        self._lock = threading.RLock()
         self._sources: dict[tuple[str, tuple[int, int, int, int]], DirectSource] = {}
         self._refused: set[int] = set()
 
@@ -81,10 +85,17 @@ class DirectReads:
         """This thread's buffer, at the beginning of a page. What was in it is gone."""
         memory: memoryview | None = getattr(self._own, "memory", None)
         if memory is None:
-            memory = self._own.memory = memoryview(mmap.mmap(-1, self._buffer_bytes))
-            with self._lock:
-                self.buffers_bytes += self._buffer_bytes
+            pages = mmap.mmap(-1, self.buffer_bytes)
+            # It goes with its thread.
+            weakref.finalize(pages, self._count, -self.buffer_bytes).atexit = False
+            self._count(self.buffer_bytes)
+            memory = self._own.memory = memoryview(pages)
         return memory
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self._held += nbytes
+            self.most_held = max(self.most_held, self._held)
 
     def refused(self, source: FileSource) -> None:
         """A file system takes no direct reads."""
@@ -128,7 +139,7 @@ class DirectSource(FileSource):
         # Descriptors are shared with other sources of the file, so what they can do is asked of them.
         if is_direct(descriptor) and hasattr(os, "preadv"):
             self._alignment = self._alignment or alignment_of(descriptor)
-            if self._alignment is not None:
+            if self._alignment is not None and self._alignment.file <= self._reads.buffer_bytes:
                 batch = arrange(views, offset, self._alignment, self._reads.buffer())
                 try:
                     return batch.spread(os.preadv(descriptor, batch.vectors, batch.start))
@@ -164,7 +175,7 @@ def alignment_of(descriptor: int) -> Alignment | None:
     if failed or not status[0] & _STATX_DIOALIGN:
         return Alignment(_BLOCK, _BLOCK)
     memory, file = status[38], status[39]
-    if not file or max(memory, file) > BUFFER_BYTES or memory > mmap.PAGESIZE:
+    if not file or memory > mmap.PAGESIZE:
         return None
     return Alignment(memory, max(file, _BLOCK))
 
