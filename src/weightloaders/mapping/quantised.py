@@ -12,15 +12,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
 from weightloaders.mapping.dtypes import is_codes
+from weightloaders.mapping.float8 import can_multiply, multiplied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping, Sequence
 
-    import torch
     from torch import nn
 
 
@@ -58,19 +59,16 @@ class Quantisation:
         """Whether a conversion of transformers takes codes with their scales: what it gets is not to be cast before."""
         return any(getattr(operation, "hf_quantizer", None) is not None for operation in converter.operations)
 
-    def complete_blocks(self, converter: Any) -> None:
-        """Let a conversion fill up blocks at a weight's end that are smaller than the others.
+    def multiply_by_own_means(self, converter: Any) -> None:
+        """Let a conversion multiply codes by their scales faster, and where blocks at a weight's end are smaller.
 
         transformers' own de-quantisation refuses such a weight, or cuts it into as many blocks of equal size, which are
         other blocks than those that were quantised.
         """
-        block = self._block
-        if block is None:
-            return
         for operation in converter.operations:
-            whole = getattr(operation, "_dequantize_one", None)
-            if whole is not None:
-                operation._dequantize_one = functools.partial(_with_whole_blocks, whole, block)  # noqa: SLF001 -- see above
+            theirs = getattr(operation, "_dequantize_one", None)
+            if theirs is not None:
+                operation._dequantize_one = functools.partial(_multiplied, theirs, self._block)  # noqa: SLF001 -- see above
 
     @property
     def _block(self) -> Sequence[int] | None:
@@ -231,22 +229,36 @@ def _keeps_experts_apart(operation: Any) -> bool:
     return (kind == "MergeModulelist" and dim == 0) or (kind == "Concatenate" and dim > 0)
 
 
-def _with_whole_blocks(
-    dequantise: Callable[..., torch.Tensor],
-    block: Sequence[int],
+def _multiplied(
+    theirs: Callable[..., torch.Tensor],
+    block: Sequence[int] | None,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    """De-quantise with the last row and column of blocks filled up with zeros."""
-    rows, columns = codes.shape[-2:]
-    if not _is_float8(codes.dtype) or (rows % block[0] == 0 and columns % block[1] == 0):
-        return dequantise(codes, scales, *args, **kwargs)
-    sizes = [math.ceil(size / by) * by for size, by in zip((rows, columns), block, strict=True)]
-    padded = codes.new_zeros((*codes.shape[:-2], *sizes))
-    padded[..., :rows, :columns] = codes
-    return dequantise(padded, scales, *args, **kwargs)[..., :rows, :columns]
+    """What transformers makes of codes and scales, and what it would make of blocks that are smaller at the end."""
+    sizes, grid = codes.shape[-2:], scales.shape[-2:]
+    is_cut = (
+        block is not None and _is_float8(codes.dtype) and any(size % by for size, by in zip(sizes, block, strict=True))
+    )
+    if options.keys() <= {"output_dtype"} and can_multiply(codes, scales):
+        by = block if is_cut else _even_blocks(sizes, grid)
+        if by is not None:
+            dtype = options.get("output_dtype") or (scales.dtype if scales.dtype.itemsize > 1 else torch.bfloat16)
+            return multiplied(codes, scales, by, dtype)
+    if block is None or not is_cut:
+        return theirs(codes, scales, **options)
+    # With the last row and column of blocks filled up with zeros.
+    padded = codes.new_zeros((*codes.shape[:-2], *(-(-size // by) * by for size, by in zip(sizes, block, strict=True))))
+    padded[..., : sizes[0], : sizes[1]] = codes
+    return theirs(padded, scales, **options)[..., : sizes[0], : sizes[1]]
+
+
+def _even_blocks(sizes: Sequence[int], grid: Sequence[int]) -> list[int] | None:
+    """The blocks that transformers takes there to be, unless it is told: of one size; None where they can't be."""
+    if any(size % count for size, count in zip(sizes, grid, strict=True)):
+        return None
+    return [size // count for size, count in zip(sizes, grid, strict=True)]
 
 
 def _is_float8(dtype: torch.dtype) -> bool:

@@ -189,7 +189,7 @@ class ConversionMapper:
             if self._quantisation.has_codes(found, self._sources[target]):
                 if any(isinstance(part, SymbolicTensor) for parts in found.values() for part in parts):
                     raise Untraceable(f"{self._quantisation.method} codes are multiplied by their scales")
-                self._quantisation.complete_blocks(run)
+                self._quantisation.multiply_by_own_means(run)
                 # The scales are not the model's to cast.
                 return one_by_one(run, found, lambda part: self._run(run, target, part, None))
             if len(converter.operations) == 1 and (weight := self._quantisation.plain_weight(found)) is not None:
