@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _DERIVED = re.compile(r"(^|\.)(inv_freq|position_ids|rotary_emb\.(cos|sin)_cached)$")
 
 
+Kind = Literal["parameter", "buffer"]
+# torch's own classes: of all others nobody knows what their memory looks like.
+_OWN = (torch.nn.Parameter, torch.Tensor)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """One parameter or buffer.
@@ -36,7 +41,7 @@ class Target:
 
     name: str
     tensor: torch.Tensor
-    kind: Literal["parameter", "buffer"]
+    kind: Kind
     persistent: bool
     dtype: torch.dtype
 
@@ -74,27 +79,30 @@ class Targets:
     ) -> None:
         self.model = model
         self.by_name: dict[str, Target] = {}
-        self.derived: dict[str, torch.Tensor] = {}
-        dtypes = dtypes or {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            _check_can_be_filled(name, parameter)
-            self.by_name[name] = Target(name, parameter, "parameter", True, dtypes.get(name, parameter.dtype))
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            for key, buffer in module._buffers.items():  # noqa: SLF001 -- the only place that tells persistent ones apart
-                if buffer is None:
-                    continue
-                name = f"{prefix}.{key}" if prefix else key
-                if key in module._non_persistent_buffers_set:  # noqa: SLF001 -- as above
-                    self.derived[name] = buffer
-                else:
-                    _check_can_be_filled(name, buffer)
-                    self.by_name[name] = Target(name, buffer, "buffer", True, dtypes.get(name, buffer.dtype))
+        held = held_by(model)
+        self.derived = held.derived
+        wanted: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = (
+            ("parameter", held.parameters), ("buffer", held.buffers),
+        )  # fmt: skip
+        for kind, tensors in wanted:
+            for name, tensor in tensors.items():
+                _check_can_be_filled(name, tensor)
+                self.by_name[name] = Target(name, tensor, kind, True, tensor.dtype)
+        for name, dtype in (dtypes or {}).items():
+            if name in self.by_name:
+                self.by_name[name] = replace(self.by_name[name], dtype=dtype)
         self.declared_ties = dict(declared_ties or {})
         self.canonical = self._canonical_names()
 
     def _canonical_names(self) -> dict[str, str]:
+        # What is one memory begins at one address, and hardly any two do: the others need no closer look.
+        starts = [_start(target.tensor) for target in self.by_name.values()]
+        sharers = Counter(starts)
         first: dict[object, str] = {}
-        return {name: first.setdefault(_identity(target.tensor), name) for name, target in self.by_name.items()}
+        return {
+            name: name if sharers[start] == 1 else first.setdefault(_identity(target.tensor), name)
+            for (name, target), start in zip(self.by_name.items(), starts, strict=True)
+        }
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -116,9 +124,11 @@ class Targets:
         A model on meta declares what a model with memory shares: for both it is the same.
         """
         partners = self.declared_partners()
-        position = {name: at for at, name in enumerate(self.by_name)}
+        several = {*partners, *(name for names in self._shared.values() for name in names)}
+        tied_names = [name for name in self.by_name if name in several]
+        position = {name: at for at, name in enumerate(tied_names)}
         result = {}
-        for name in self.by_name:
+        for name in tied_names:
             declared = {name, *partners.get(name, ())} & position.keys()
             tied = {twin for partner in declared for twin in (partner, *self.tied_to(partner))}
             if len(tied) > 1:
@@ -127,13 +137,15 @@ class Targets:
 
     def tied_to(self, name: str) -> list[str]:
         """The other names of the same memory."""
-        return [other for other in self._by_canonical[self.canonical[name]] if other != name]
+        return [other for other in self._shared.get(self.canonical[name], ()) if other != name]
 
     @functools.cached_property
-    def _by_canonical(self) -> dict[str, list[str]]:
-        names = defaultdict(list)
+    def _shared(self) -> dict[str, list[str]]:
+        """The first name of a memory that has several -> all of them."""
+        names: dict[str, list[str]] = {}
         for name, canonical in self.canonical.items():
-            names[canonical].append(name)
+            if name != canonical:
+                names.setdefault(canonical, [canonical]).append(name)
         return names
 
     def is_derived(self, name: str) -> bool:
@@ -159,14 +171,72 @@ def check_is_module(model: object) -> None:
         raise ModelError(f"an nn.Module is expected, not {what}", hint=hint)
 
 
+class Held(NamedTuple):
+    """The tensors that a model holds, each under every name that it has.
+
+    Attributes:
+        parameters: Its parameters.
+        buffers: Its persistent buffers.
+        derived: Its other buffers.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    derived: dict[str, torch.Tensor]
+
+    @property
+    def everything(self) -> dict[str, torch.Tensor]:
+        """All of them."""
+        return {**self.parameters, **self.buffers, **self.derived}
+
+
+def held_by(model: nn.Module) -> Held:
+    """The tensors that a model holds, in its own order."""
+    held = Held({}, {}, {})
+    for prefix, module in modules_of(model):
+        for key, parameter in module._parameters.items():  # noqa: SLF001 -- as torch's own state_dict() does
+            if parameter is not None:
+                held.parameters[prefix + key] = parameter
+        if module._buffers:  # noqa: SLF001 -- the only place that tells persistent ones apart
+            transient = module._non_persistent_buffers_set  # noqa: SLF001 -- as above
+            for key, buffer in module._buffers.items():  # noqa: SLF001 -- as above
+                if buffer is not None:
+                    (held.derived if key in transient else held.buffers)[prefix + key] = buffer
+    if type(model).named_parameters is not torch.nn.Module.named_parameters:
+        # A wrapper (FSDP) that has names of its own for them.
+        return held._replace(parameters=dict(model.named_parameters(remove_duplicate=False)))
+    return held
+
+
+def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A model and all modules in it, each at every place, with what stands before the names of what it holds.
+
+    As ``model.named_modules(remove_duplicate=False)``, whose nested generators take most of the time that looking at a
+    model of ten thousand parameters takes.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        found.append((prefix, module))
+        for key, child in module._modules.items():  # noqa: SLF001 -- as torch's own named_modules() does
+            if child is not None:
+                visit(child, f"{prefix}{key}.")
+
+    visit(model, "")
+    return found
+
+
 def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:
+    if type(tensor) in _OWN and not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous():
+        # Nearly all are like this, and then there is nothing to find.
+        return
     if torch.nn.parameter.is_lazy(tensor):
         raise ModelError(
             f"{name!r} has no shape yet",
             tensor=name,
             hint="run one forward pass, so that lazy modules learn their shapes, and load then",
         )
-    if tensor.is_nested or (type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is not torch.strided):
+    if tensor.is_nested or (type(tensor) in _OWN and tensor.layout is not torch.strided):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise ModelError(
             f"{name!r} is a {kind} tensor, and weights are loaded into dense ones",
@@ -182,6 +252,12 @@ def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def _start(tensor: torch.Tensor) -> int:
+    """An address that two tensors have in common if they are one and the same memory."""
+    # What has no memory has no address.
+    return (tensor.data_ptr() if _is_ordinary(tensor) else 0) or id(tensor)
+
+
 def _identity(tensor: torch.Tensor) -> object:
     """What two names share exactly when they are one tensor: the same view of the same memory."""
     if not _has_memory(tensor):
@@ -191,13 +267,11 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    # What is asked first is what is cheapest: models on meta have a hundred thousand parameters.
-    return (
-        not tensor.is_meta
-        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and tensor.numel() > 0
-    )
+    return _is_ordinary(tensor) and not tensor.is_meta and tensor.numel() > 0
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _OWN and tensor.layout is torch.strided
 
 
 class Span(NamedTuple):
@@ -221,6 +295,9 @@ def memory_span(tensor: torch.Tensor) -> Span | None:
     if not _has_memory(tensor):
         return None
     start = tensor.data_ptr()
+    device = "cpu" if tensor.is_cpu else str(tensor.device)
+    if tensor.is_contiguous():
+        return Span(device, start, start + tensor.nbytes, True)
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + elements * tensor.element_size()
-    return Span(str(tensor.device), start, end, elements == tensor.numel())
+    return Span(device, start, end, elements == tensor.numel())
