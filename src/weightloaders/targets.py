@@ -110,13 +110,8 @@ class Targets:
         return {name: target.tensor for name, target in self.by_name.items()}
 
     def declared_partners(self) -> dict[str, set[str]]:
-        """The names that the model declares tied to each other, at once or by way of others, seen from each."""
-        groups: dict[str, set[str]] = {}
-        for name, other in self.declared_ties.items():
-            joined = groups.get(name, {name}) | groups.get(other, {other})
-            for member in joined:
-                groups[member] = joined
-        return {name: group - {name} for name, group in groups.items()}
+        """The names that the model declares tied to each other, seen from each."""
+        return declared_partners(self.declared_ties)
 
     def ties(self) -> dict[str, str]:
         """Name -> the first of the names that are, or are declared to be, one with it; those that stand alone left out.
@@ -157,6 +152,16 @@ class Targets:
             return True
         target = self.by_name.get(name)
         return (target is None or target.kind == "buffer") and _DERIVED.search(name) is not None
+
+
+def declared_partners(ties: Mapping[str, str]) -> dict[str, set[str]]:
+    """The names that are declared tied to each other, at once or by way of others, seen from each."""
+    groups: dict[str, set[str]] = {}
+    for name, other in ties.items():
+        joined = groups.get(name, {name}) | groups.get(other, {other})
+        for member in joined:
+            groups[member] = joined
+    return {name: group - {name} for name, group in groups.items()}
 
 
 def check_is_module(model: object) -> None:
@@ -215,15 +220,15 @@ def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     model of ten thousand parameters takes.
     """
     found: list[tuple[str, nn.Module]] = []
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        found.append((prefix, module))
-        for key, child in module._modules.items():  # noqa: SLF001 -- as torch's own named_modules() does
-            if child is not None:
-                visit(child, f"{prefix}{key}.")
-
-    visit(model, "")
+    _visit(model, "", found)
     return found
+
+
+def _visit(module: nn.Module, prefix: str, found: list[tuple[str, nn.Module]]) -> None:
+    found.append((prefix, module))
+    for key, child in module._modules.items():  # noqa: SLF001 -- as torch's own named_modules() does
+        if child is not None:
+            _visit(child, f"{prefix}{key}.", found)
 
 
 def _check_can_be_filled(name: str, tensor: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from weightloaders.errors import ModelError
 from weightloaders.mapping import transformers as hf
+from weightloaders.targets import held_by
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.materialising import allocate, materialise
 from weightloaders.transfer.memory import advise
@@ -87,13 +88,11 @@ class Groundwork:
         self._on_meta = {
             name: target.tensor
             for name, target in targets.by_name.items()
-            if target.tensor.device.type == "meta" and name not in later
+            if target.tensor.is_meta and name not in later
         }
         gaps = [name for name in gaps if name in self._on_meta]
         self._computed = {
-            name: buffer
-            for name, buffer in model.named_buffers(remove_duplicate=False)
-            if name in targets.derived and name not in self._on_meta and buffer.device.type == "meta"
+            name: buffer for name, buffer in targets.derived.items() if name not in self._on_meta and buffer.is_meta
         }
         self._check_devices(devices)
         self.raw = {name for name in gaps if not can_initialise(model, name)}
@@ -146,7 +145,7 @@ class Groundwork:
         return Prepared(list(self._gaps), replaced)
 
     def _initialise(self, names: Mapping[str, Any]) -> None:
-        now = _named(self._model)
+        now = held_by(self._model).everything
         with Coverage({name: now[name] for name in names}, any_values=True) as watch:
             if _is_transformers(self._model):
                 _initialise_transformers(self._model, set(names))
@@ -160,13 +159,6 @@ class Groundwork:
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
-
-
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
 
 
 def _without_value(model: nn.Module, name: str) -> ModelError:
@@ -195,7 +187,7 @@ def _initialise_transformers(model: Any, names: set[str]) -> None:
     """Give these their first values as transformers does: it leaves alone what carries its mark."""
     for module in model.modules():
         module._is_hf_initialized = False  # noqa: SLF001 -- transformers' own mark; a model built on meta carries it
-    for name, tensor in _named(model).items():
+    for name, tensor in held_by(model).everything.items():
         tensor._is_hf_initialized = name not in names  # type: ignore[attr-defined]  # noqa: SLF001 -- as above
     try:
         model.initialize_weights()

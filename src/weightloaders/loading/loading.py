@@ -31,6 +31,7 @@ from weightloaders.planner import Planner
 from weightloaders.proving import proved
 from weightloaders.targets import check_is_module
 from weightloaders.transfer.forecast import forecast
+from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
@@ -171,10 +172,16 @@ def load_planned(model: nn.Module, weights: Any, *, borrowed: bool = False) -> L
         return load_by_model(model, own, wrapped, context)
     if isinstance(wrapped, Stream):
         return load_stream(model, wrapped, context)
+    return _load_by_plan(model, wrapped, context)
+
+
+# The plan goes before the collector comes back, which then has little to look at.
+@collector_paused()
+def _load_by_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadReport:
     with context.timed("plan"):
         targets = targets_of(model, context)
-        plan = _plan(model, wrapped, targets, context)
-    return run(plan, model, targets, context, wrapped.infos())
+        plan = _plan(model, weights, targets, context)
+    return run(plan, model, targets, context, weights.infos())
 
 
 def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadPlan:

@@ -16,10 +16,10 @@ from weightloaders.mapping.rules import RuleMapper
 from weightloaders.plan import LoadPlan, describe_source, step_infos, step_targets
 from weightloaders.progress import Progress
 from weightloaders.report import LoadReport
-from weightloaders.targets import Target, Targets
+from weightloaders.targets import Target, Targets, declared_partners, held_by, modules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -42,8 +42,7 @@ def targets_of(model: nn.Module, context: LoadContext, before: Targets | None = 
         context: What was asked for.
         before: The same from before meta parameters were given memory: what was wanted then still is.
     """
-    ties = hf.pending_ties(model) if context.ties is None else context.ties
-    targets = Targets(model, dtypes=context.dtypes, declared_ties=ties)
+    targets = Targets(model, dtypes=context.dtypes, declared_ties=_declared_ties(model, context))
     wanted = {name for name, target in before.by_name.items() if not target.persistent} if before is not None else set()
     for name, buffer in targets.derived.items():
         # It belongs into no checkpoint, but if nobody can compute it, the source is asked all the same.
@@ -52,6 +51,10 @@ def targets_of(model: nn.Module, context: LoadContext, before: Targets | None = 
             targets.by_name[name] = Target(name, buffer, "buffer", False, context.dtypes.get(name, buffer.dtype))
             targets.canonical[name] = name
     return targets
+
+
+def _declared_ties(model: nn.Module, context: LoadContext) -> Mapping[str, str]:
+    return hf.pending_ties(model) if context.ties is None else context.ties
 
 
 def groundwork(
@@ -87,7 +90,7 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     if context.automatic:
         mappers.append(WrapperMapper(own))
     position = len(mappers) if context.automatic else None
-    declared = ModuleMapper(model, own)
+    declared = ModuleMapper((module for _, module in modules_of(model)), own)
     if declared.used:
         mappers.append(declared)
         decided_by.append("the model's own declarations")
@@ -105,8 +108,11 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
 
 def make_ties(model: nn.Module, context: LoadContext, filled: Iterable[str]) -> None:
     """Make the ties that the model declares, where one of them was filled and the other was not."""
-    now, given = dict(model.named_parameters(remove_duplicate=False)), set(filled)
-    for name, partners in targets_of(model, context).declared_partners().items():
+    partners_of = declared_partners(_declared_ties(model, context))
+    if not partners_of:
+        return
+    now, given = held_by(model).parameters, set(filled)
+    for name, partners in partners_of.items():
         other = next((partner for partner in sorted(partners) if partner in given), None)
         if name not in given and other is not None:
             path, _, leaf = name.rpartition(".")

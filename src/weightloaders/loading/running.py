@@ -17,17 +17,19 @@ from weightloaders.loading.preparing import groundwork, report_of, show_progress
 from weightloaders.loading.status import marking
 from weightloaders.loading.watching import settle
 from weightloaders.plan import CallStep, ComputeStep, CopyStep, LoadPlan, Step, step_infos, step_targets
+from weightloaders.targets import held_by
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.mapped import Mapped, mapped
 from weightloaders.transfer.memory import is_plain
 from weightloaders.transfer.streamed import StreamedTransfer
 from weightloaders.transfer.verify import check_finite, check_sha256
+from weightloaders.weights.collector import collector_paused, collector_resumed
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import nn
 
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport
     from weightloaders.targets import Target, Targets
     from weightloaders.transfer.engine import ProgressEvent
+
+# Moving more than this takes longer than looking through a plan, however many tensors it is of.
+_MANY_BYTES = 1 << 30
 
 
 def run(
@@ -53,18 +58,34 @@ def run(
         PlanError: If the plan has errors, a hook refuses, or the model is not what it was; nothing was touched.
         LoadError: If something fails on the way; the model is marked then.
     """
-    start = time.perf_counter()
     plan.raise_if_errors()
+    with collector_resumed() if _is_long_or_foreign(plan) else collector_paused():
+        return _run(plan, model, targets, context, catalogue)
+
+
+def _is_long_or_foreign(plan: LoadPlan) -> bool:
+    """Whether a plan runs code of others, or reads for so long that other threads would miss the garbage collector."""
+    if not all(isinstance(step, CopyStep) for step in plan.steps):
+        return True
+    sources = [info for step in plan.steps for info in step_infos(step)]
+    return any(info.read is not None for info in sources) or (
+        sum(extent.length for info in sources for extent in info.extents) > _MANY_BYTES
+    )
+
+
+def _run(
+    plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, catalogue: Sequence[TensorInfo]
+) -> LoadReport:
+    start = time.perf_counter()
     with context.timed("prepare"):
         now = targets_of(model, context, targets)
         _check_same_model(plan, targets, now)
     hooks.before_load(plan)
     warn_of(plan)
-    infos = {id(info): info for step in plan.steps for info in step_infos(step)}.values()
     try:
         if context.verify == "sha256":
             with context.timed("verify"):
-                check_sha256(infos)
+                check_sha256({id(info): info for step in plan.steps for info in step_infos(step)}.values())
         work = groundwork(model, now, context, plan.unfilled, plan.tied)
         with show_progress(context) as progress, marking(model) as mark:
             with context.timed("prepare"):
@@ -85,17 +106,16 @@ def run(
                 raise
             _tell(views, moved)
             mark.touched = True
-            filled = [target for step in plan.steps for target in step_targets(step)]
             for watch in active_watches():
-                for target in filled:
+                for target in _filled_by(plan):
                     watch.filled_by_us(target.tensor)
             if context.verify == "finite":
                 with context.timed("verify"):
-                    check_finite(filled)
+                    check_finite(_filled_by(plan))
             mark.origin = origin_of(plan, catalogue, now)
     finally:
         # They are opened again when they are needed again.
-        close_files(frozenset(extent.source.name for info in infos for extent in info.extents))
+        close_files(frozenset(e.source.name for step in plan.steps for info in step_infos(step) for e in info.extents))
     before = context.phases.get("open", 0.0) + context.phases.get("plan", 0.0)
     report = report_of(plan, moved, context, prepared, before + time.perf_counter() - start)
     if not is_nested(model):
@@ -105,6 +125,8 @@ def run(
 
 def _besides(views: Mapped, steps: list[Step]) -> list[Step]:
     """The steps for what is not mapped."""
+    if not views.names:
+        return steps
     return [step for step in steps if views.names.isdisjoint(target.name for target in step_targets(step))]
 
 
@@ -131,13 +153,16 @@ def _transfer(
     return moved
 
 
+def _filled_by(plan: LoadPlan) -> Iterator[Target]:
+    return (target for step in plan.steps for target in step_targets(step))
+
+
 def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
     """The plan speaks of parameters; they must still be those that the model has, and be as they were."""
-    planned = {target.name: target for step in plan.steps for target in step_targets(step)}
     other = {
-        name for name, target in planned.items()
-        if name in now.by_name
-        and (now.by_name[name].tensor is not target.tensor or now.by_name[name].dtype != target.dtype)
+        planned.name for planned in _filled_by(plan)
+        if (target := now.by_name.get(planned.name)) is not None
+        and (target.tensor is not planned.tensor or target.dtype != planned.dtype)
     }  # fmt: skip
     changed = min(other | (then.by_name.keys() ^ now.by_name.keys()), default=None)
     if changed is not None:
@@ -149,14 +174,15 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
 
 def _without_aliases(steps: list[Step]) -> list[Step]:
     """The same steps, where what lies in memory that another step will overwrite is copied first."""
+    if all(_in_memory(info) is None for step in steps for info in step_infos(step)):
+        return steps
     memory = {_address(target.tensor) for step in steps for target in step_targets(step)} - {None}
     copies: dict[int, TensorInfo] = {}
     for step in steps:
         views = {_view(t.tensor) for t in step_targets(step) if _address(t.tensor) is not None}
         for info in step_infos(step):
-            # Of what is in memory already the catalogue has the tensor; nothing else can lie in the model.
-            tensor = getattr(info.read, "tensor", None)
-            if isinstance(tensor, torch.Tensor) and _address(tensor) in memory and views != {_view(tensor)}:
+            tensor = _in_memory(info)
+            if tensor is not None and _address(tensor) in memory and views != {_view(tensor)}:
                 copy = tensor.detach().clone()
                 copies[id(info)] = TensorInfo(info.name, info.dtype, info.shape, read=partial(_itself, copy))
     if not copies:
@@ -177,6 +203,12 @@ def _without_aliases(steps: list[Step]) -> list[Step]:
     return result
 
 
+def _in_memory(info: TensorInfo) -> torch.Tensor | None:
+    """The tensor itself, of what is in memory already: the catalogue has it, and nothing else can lie in the model."""
+    tensor = None if info.read is None else getattr(info.read, "tensor", None)
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -192,10 +224,7 @@ def _view(tensor: torch.Tensor) -> object:
 
 def _for_new_objects(steps: list[Step], model: nn.Module) -> list[Step]:
     """The steps for the objects that the model has now."""
-    now = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    now = held_by(model).everything
 
     def current(target: Target) -> Target:
         return replace(target, tensor=now[target.name])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.errors import HalfLoadedModelError
+from weightloaders.targets import modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping
@@ -51,18 +52,18 @@ def marking(model: nn.Module) -> Iterator[Mark]:
     except BaseException as error:
         if mark.touched:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            for module in model.modules():
+            for _, module in modules_of(model):
                 vars(module)[_FAILED] = why
             _loaded.pop(model, None)
         raise
-    for module in model.modules():
+    for _, module in modules_of(model):
         vars(module).pop(_FAILED, None)
     _loaded[model] = mark.origin
 
 
 def _reason(model: nn.Module) -> str | None:
     # A wrapper is as usable as what it wraps.
-    return next((vars(module)[_FAILED] for module in model.modules() if _FAILED in vars(module)), None)
+    return next((vars(module)[_FAILED] for _, module in modules_of(model) if _FAILED in vars(module)), None)
 
 
 def load_status(model: nn.Module) -> Literal["loaded", "failed"] | None:

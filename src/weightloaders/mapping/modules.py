@@ -13,16 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from weightloaders.errors import ModelError
 from weightloaders.mapping.layouts import joined
 from weightloaders.mapping.names import Claim, Group
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Iterable
 
-    import torch
     from torch import nn
 
+    from weightloaders.targets import Target
+
+_PACKED = "packed_modules_mapping"
 # The shard ids of a fused attention projection are letters by convention, those of everything else numbers.
 _ATTENTION = {"q": "q", "q_proj": "q", "k": "k", "k_proj": "k", "v": "v", "v_proj": "v"}
 _ORDER: dict[Any, int] = {"q": 0, "k": 1, "v": 2}
@@ -47,24 +51,30 @@ class Part:
     shard_id: Any
 
 
-def packed_parts(model: nn.Module) -> dict[str, list[Part]]:
+def packed_parts(modules: Iterable[nn.Module]) -> dict[str, list[Part]]:
     """Part name -> what it can be a part of, from every module that declares it.
 
     Raises:
         ModelError: If a declaration can't be understood.
     """
     found: dict[str, list[Part]] = defaultdict(list)
-    for module in model.modules():
-        declared = getattr(module, "packed_modules_mapping", None)
+    for module in modules:
+        declared = getattr(module, _PACKED, None) if _may_declare(module) else None
         if not declared:
             continue
         if not isinstance(declared, Mapping):
-            raise ModelError(f"packed_modules_mapping of {type(module).__name__} is no mapping: {declared!r}")
+            raise ModelError(f"{_PACKED} of {type(module).__name__} is no mapping: {declared!r}")
         for fused, members in _by_fused_name(declared, type(module).__name__).items():
             for part in _parts_of(fused, members):
                 if part not in found[part.name]:
                     found[part.name].append(part)
     return dict(found)
+
+
+def _may_declare(module: nn.Module) -> bool:
+    # A module's own way to say that it lacks an attribute is slow, and nearly all of them lack it.
+    kind = type(module)
+    return _PACKED in vars(module) or hasattr(kind, _PACKED) or kind.__getattr__ is not torch.nn.Module.__getattr__
 
 
 def _parts_of(fused: str, members: Sequence[tuple[str, Any]]) -> list[Part]:
@@ -105,12 +115,12 @@ def _is_target(value: Any) -> bool:
     return isinstance(shard_id, int) or (isinstance(shard_id, str) and shard_id in _ORDER and fused not in _ATTENTION)
 
 
-def own_loaders(model: nn.Module) -> set[str]:
+def own_loaders(own: Mapping[str, Target]) -> set[str]:
     """The parameters that carry a ``weight_loader`` of their own."""
     return {
         name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if callable(getattr(parameter, "weight_loader", None))
+        for name, target in own.items()
+        if target.kind == "parameter" and callable(getattr(target.tensor, "weight_loader", None))
     }
 
 
@@ -118,8 +128,8 @@ class ModuleMapper:
     """What a model declares, as a mapper.
 
     Args:
-        model: The model.
-        own: Its names.
+        modules: The modules of the model.
+        own: What it has, by name.
 
     Raises:
         ModelError: If a declaration can't be understood.
@@ -127,10 +137,10 @@ class ModuleMapper:
 
     automatic = False
 
-    def __init__(self, model: nn.Module, own: Container[str]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], own: Mapping[str, Target]) -> None:
         self._own = own
-        self._loaders = own_loaders(model)
-        self._parts = packed_parts(model)
+        self._loaders = own_loaders(own)
+        self._parts = packed_parts(modules)
 
     @property
     def used(self) -> bool:
