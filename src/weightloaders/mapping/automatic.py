@@ -25,6 +25,7 @@ _SPELLINGS = (
     ("weight_g", "parametrizations.weight.original0"),
     ("weight_v", "parametrizations.weight.original1"),
 )
+_SPELLED = tuple(spelling for pair in _SPELLINGS for spelling in pair)
 # No model is as deep as this; a name that is would cost its length squared.
 _MAX_DEPTH = 50
 # So many names are shown of those that something was done to.
@@ -105,6 +106,7 @@ class SpellingMapper:
         self._spelled = {
             name.removesuffix(there) + here: name
             for name in own
+            if name.endswith(_SPELLED)
             for pair in _SPELLINGS
             for here, there in (pair, pair[::-1])
             if name == there or name.endswith("." + there)

@@ -42,7 +42,8 @@ class Group:
     suffices: Callable[[Mapping[str, Sequence[torch.dtype]]], bool] | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which would take most of the time: there is one for each of a hundred thousand names.
+@dataclass(slots=True)
 class Claim:
     """What becomes of one source tensor.
 
@@ -111,18 +112,19 @@ def claim_name(name: str, mappers: Sequence[Mapper], own: Container[str]) -> Cla
     return current
 
 
-def natural_order(name: str) -> list[tuple[int, str, int]]:
+def natural_order(name: str) -> str:
     """A sort key in which ``layers.2`` comes before ``layers.10``, and ``shard_2`` before ``shard_10``."""
-    return [_segment_order(segment) for segment in name.split(".")]
+    return "\0".join(map(_segment_order, name.split(".")))
 
 
 # Names are many, their segments few.
 @functools.lru_cache(maxsize=4096)
-def _segment_order(segment: str) -> tuple[int, str, int]:
+def _segment_order(segment: str) -> str:
+    """Text that sorts as the segment does: numbers first, and by their values."""
     text = segment.rstrip("0123456789")
-    # Python refuses to read thousands of digits; what lies behind the first few decides nothing here.
-    number = int(segment[len(text) :][:_DIGITS] or -1)
-    return (1, text, number) if text else (0, "", number)
+    # What lies behind the first few digits decides nothing here.
+    number = segment[len(text) :][:_DIGITS].rjust(_DIGITS, "0") if len(text) < len(segment) else ""
+    return f"1{text}\0{number}" if text else f"0{number}"
 
 
 def as_index(text: str) -> int | None:

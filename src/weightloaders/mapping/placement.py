@@ -125,7 +125,7 @@ def _joined(dims: Sequence[Dim]) -> list[Dim]:
 
 def whole(source: Source, size: int) -> Placement:
     """All of a source of ``size`` elements, in order. What is no tensor has but one element, again and again."""
-    return placement(source, 0, 0, [(size, 1 if isinstance(source, int) else 0, 1)])
+    return Placement(source, 0, 0, () if size == 1 else ((size, 1 if isinstance(source, int) else 0, 1),))
 
 
 def is_empty(placed: Placement) -> bool:

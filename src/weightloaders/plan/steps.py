@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ class CopyStep:
     @classmethod
     def whole(cls, target: Target, info: TensorInfo, rules: tuple[str, ...] = ()) -> CopyStep:
         """A source tensor as it is."""
-        return cls(target, (info,), (whole(0, info.numel),), rules)
+        return cls(target, (info,), _as_it_is(info.numel), rules)
 
     @classmethod
     def of(
@@ -71,20 +72,26 @@ class CallStep:
     rules: tuple[str, ...] = ()
 
 
+@functools.lru_cache(maxsize=4096)
+def _as_it_is(size: int) -> tuple[Placement, ...]:
+    # Tensors are many, their sizes few.
+    return (whole(0, size),)
+
+
 Step = CopyStep | ComputeStep | CallStep
 
 
-def step_targets(step: Step) -> list[Target]:
+def step_targets(step: Step) -> Sequence[Target]:
     """What a step fills."""
-    return list(step.targets.values()) if isinstance(step, ComputeStep) else [step.target]
+    return list(step.targets.values()) if isinstance(step, ComputeStep) else (step.target,)
 
 
-def step_infos(step: Step) -> list[TensorInfo]:
+def step_infos(step: Step) -> Sequence[TensorInfo]:
     """What a step reads."""
     if isinstance(step, CopyStep):
-        return list(step.sources)
+        return step.sources
     if isinstance(step, CallStep):
-        return [step.info]
+        return (step.info,)
     return [i for s in step.sources for i in (s if isinstance(s, tuple) else (s,))]
 
 
@@ -98,6 +105,9 @@ def single_run(info: TensorInfo) -> Extent | None:
 def makes_up_its_target(step: CopyStep) -> bool:
     """Whether the copies of a step read what is in their sources, and write each element of the target exactly once."""
     size = step.target.tensor.numel()
+    if size and step.placements == _as_it_is(size):
+        # What most steps are: the first elements of one source, in order.
+        return bool(step.sources) and step.sources[0].numel >= size
     # By far the cheapest to tell, and true of all that is right.
     if sum(placed.numel for placed in step.placements) != size:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable
@@ -30,6 +31,12 @@ _set = object.__setattr__
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides of a shape, in elements."""
+    return _row_major(tuple(shape))
+
+
+# Tensors are many, their shapes few.
+@functools.lru_cache(maxsize=4096)
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -106,21 +113,6 @@ class Extent:
         _set(self, "dtype", dtype)
         _set(self, "byteorder", byteorder)
 
-    def _resolved(
-        self, length: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], at: tuple[int, ...]
-    ) -> Extent:
-        """A copy with these fields, which are known to be right."""
-        extent = object.__new__(Extent)
-        _set(extent, "source", self.source)
-        _set(extent, "offset", self.offset)
-        _set(extent, "length", length)
-        _set(extent, "dtype", dtype)
-        _set(extent, "byteorder", self.byteorder)
-        _set(extent, "shape", shape)
-        _set(extent, "strides", strides)
-        _set(extent, "at", at)
-        return extent
-
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of the bytes; known once the extent belongs to a `TensorInfo`."""
@@ -133,15 +125,35 @@ class Extent:
         """Whether its elements lie in the source one after the other, in row-major order."""
         if self.shape is None or self.strides is None:
             return True
-        return all(
-            size == 1 or stride == expected
-            for size, stride, expected in zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
-        )
+        return _same_steps(self.shape, self.strides, contiguous_strides(self.shape))
 
     @property
     def is_native(self) -> bool:
         """Whether its bytes can be used as they lie, being in this machine's byte order or one byte an element."""
         return self.byteorder == HOST_BYTEORDER or self.stored_dtype.itemsize == 1
+
+
+def _resolved(
+    source: ByteSource,
+    offset: int,
+    length: int,
+    dtype: torch.dtype,
+    byteorder: ByteOrder,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    at: tuple[int, ...],
+) -> Extent:
+    """An extent with all its fields, which are known to be right."""
+    extent = object.__new__(Extent)
+    _set(extent, "source", source)
+    _set(extent, "offset", offset)
+    _set(extent, "length", length)
+    _set(extent, "dtype", dtype)
+    _set(extent, "byteorder", byteorder)
+    _set(extent, "shape", shape)
+    _set(extent, "strides", strides)
+    _set(extent, "at", at)
+    return extent
 
 
 def _filled_in(extent: Extent, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent:
@@ -176,7 +188,7 @@ def _filled_in(extent: Extent, name: str, dtype: torch.dtype, shape: tuple[int, 
             tensor=name,
             hint="the file is truncated, or its header belongs to another file; fetch it again",
         )
-    return extent._resolved(length, stored, box, strides, at)  # noqa: SLF001 -- one module
+    return _resolved(extent.source, extent.offset, length, stored, extent.byteorder, box, strides, at)
 
 
 def _check_box(
@@ -217,7 +229,9 @@ def _as_extents(value: Any, name: str) -> tuple[Extent, ...]:
 
 def _same_steps(shape: tuple[int, ...], strides: tuple[int, ...], dense: tuple[int, ...]) -> bool:
     # A stride along a dimension of one element is never stepped.
-    return all(n == 1 or step == expected for n, step, expected in zip(shape, strides, dense, strict=True))
+    return strides == dense or all(
+        n == 1 or step == expected for n, step, expected in zip(shape, strides, dense, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
@@ -277,6 +291,23 @@ class TensorInfo:
                 tensor=name,
                 hint="give extents where its bytes lie raw, and else a function that returns the tensor",
             )
+
+    @classmethod
+    def of_one_run(
+        cls, name: str, dtype: torch.dtype, shape: tuple[int, ...], source: ByteSource, offset: int, length: int
+    ) -> TensorInfo:
+        """A tensor whose bytes lie in one run, row-major, little-endian and in its own dtype.
+
+        For readers of formats that have checked all of that, of every tensor that a header has: it is taken as given.
+        """
+        info = object.__new__(cls)
+        _set(info, "name", name)
+        _set(info, "dtype", dtype)
+        _set(info, "shape", shape)
+        _set(info, "read", None)
+        extent = _resolved(source, offset, length, dtype, "little", shape, _row_major(shape), (0,) * len(shape))
+        _set(info, "extents", (extent,))
+        return info
 
     @property
     def numel(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from weightloaders.errors import CheckpointFormatError, SaveError
 from weightloaders.weights.atomic import make_durable, new_file, replaced_file, replaced_files, saving
 from weightloaders.weights.collector import collector_paused
-from weightloaders.weights.info import HOST_BYTEORDER, Extent, TensorInfo
+from weightloaders.weights.info import HOST_BYTEORDER, TensorInfo
 from weightloaders.weights.reading import enough_memory, memory_of, swap_bytes
 from weightloaders.weights.safetensors_header import DTYPES, METADATA, NotAHeaderError, parse_header
 from weightloaders.weights.sniff import SAFETENSORS, advice, describe_content
@@ -98,7 +98,7 @@ def understand_header(source: ByteSource, raw: bytes) -> SafetensorsFile:
         with collector_paused():
             entries, metadata = parse_header(raw, source.size - start, source.name)
             infos = [
-                TensorInfo(name, dtype, shape, Extent(source, start + begin, end - begin))
+                TensorInfo.of_one_run(name, dtype, shape, source, start + begin, end - begin)
                 for begin, end, name, dtype, shape in entries
             ]
     except NotAHeaderError as error:

@@ -12,8 +12,9 @@ import json
 import math
 import re
 import reprlib
+import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -54,22 +55,16 @@ DTYPES: dict[str, torch.dtype] = {
     code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)
 }
 
-_FIELDS = {"dtype", "shape", "data_offsets"}
+_FIELDS = len(("dtype", "shape", "data_offsets"))
 _MAX_U64 = (1 << 64) - 1
 # serde_json's recursion limit, less the header's own object.
 _MAX_NESTING = 127 - 1
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class Entry(NamedTuple):
-    """One tensor: the bytes of the data that it takes, and what they are."""
-
-    # In this order, so that sorting entries sorts them by where they lie.
-    begin: int
-    end: int
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+# One tensor: the first byte of the data that it takes and the one behind the last, its name, dtype and shape. In this
+# order, so that sorting entries sorts them by where they lie.
+Entry = tuple[int, int, str, torch.dtype, tuple[int, ...]]
 
 
 class NotAHeaderError(ValueError):
@@ -135,13 +130,14 @@ class _Parser:
     # -- one tensor
 
     def _entry(self, name: str, fields: Any) -> Entry:
-        if type(fields) is not dict or not fields.keys() >= _FIELDS:
+        try:
+            code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        except (KeyError, TypeError):
             self._refuse(
                 f"describes tensor {name!r} by {_short(fields)}, not by dtype, shape and data_offsets", tensor=name
             )
-        if len(fields) > len(_FIELDS) and _nests_deeper(fields, _MAX_NESTING):
-            self._refuse(f"has objects nested too deep in its header, at tensor {name!r}", tensor=name)
-        code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        if len(fields) > _FIELDS:
+            self._check_unknown(name, fields)
         dtype = DTYPES.get(code) if type(code) is str else None
         if dtype is None:
             self._refuse_dtype(name, code)
@@ -166,7 +162,14 @@ class _Parser:
                 tensor=name,
                 hint="the header was damaged or made by a faulty writer; fetch the file again",
             )
-        return Entry(begin, end, name, dtype, tuple(shape))
+        return begin, end, name, dtype, tuple(shape)
+
+    def _check_unknown(self, name: str, fields: dict[str, Any]) -> None:
+        """Fields that the format does not know are nobody's business, as long as the package's parser takes them."""
+        if _nests_deeper(fields, _MAX_NESTING):
+            self._refuse(f"has objects nested too deep in its header, at tensor {name!r}", tensor=name)
+        if _has_huge_number(fields):
+            self._refuse(f"has a number that is out of range in its header, at tensor {name!r}", tensor=name)
 
     def _refuse_dtype(self, name: str, code: Any) -> NoReturn:
         raise UnsupportedDtypeError(
@@ -190,21 +193,22 @@ class _Parser:
 
     def _check_layout(self, entries: Sequence[Entry], available: int) -> None:
         """Tensors lie one behind the other, from the first byte after the header to the last of the file."""
-        position, before = 0, "the header"
-        for entry in entries:
-            if entry.begin != position:
-                gap = entry.begin - position
+        position, before = 0, None
+        for begin, end, name, _, _ in entries:
+            if begin != position:
+                gap = begin - position
+                what = f"tensor {before!r} before it" if before is not None else "the header"
                 self._refuse(
-                    f"has tensor {entry.name!r} at bytes {entry.begin} to {entry.end} of its data, but {before} ends "
+                    f"has tensor {name!r} at bytes {begin} to {end} of its data, but {what} ends "
                     f"at {position}: " + (f"the {gap} bytes between belong to nothing" if gap > 0 else "they overlap"),
-                    tensor=entry.name,
+                    tensor=name,
                     hint="the header is damaged; fetch the file again"
                     if gap > 0
                     else "tensors that share values are to be saved once, under one name",
                 )
-            position, before = entry.end, f"tensor {entry.name!r} before it"
+            position, before = end, name
         if position > available:
-            first = next(entry.name for entry in entries if entry.end > available)
+            first = next(name for _, end, name, _, _ in entries if end > available)
             self._refuse(
                 f"is truncated: its tensors take {position} bytes, but only {available} follow the header; "
                 f"{position - available} are missing, from tensor {first!r} on",
@@ -232,7 +236,9 @@ def _parse_json(raw: bytes) -> Any:
     value = json.loads(
         raw.decode("utf-8"),
         object_pairs_hook=_object,
-        parse_int=_whole_number,
+        # Python calls it for each number, where it is not its own; without a sign there is nothing that it would change
+        # of numbers that can be sizes.
+        parse_int=_whole_number if b"-" in raw else None,
         parse_float=_finite_number,
         parse_constant=_refuse_constant,
     )
@@ -274,6 +280,13 @@ def _are_sizes(values: list[Any]) -> bool:
         if type(value) is not int or not 0 <= value <= _MAX_U64:
             return False
     return True
+
+
+def _has_huge_number(value: Any) -> bool:
+    """Whether there is a whole number that no floating-point number comes near."""
+    if isinstance(value, dict | list):
+        return any(map(_has_huge_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, int) and value > sys.float_info.max
 
 
 def _nests_deeper(value: Any, levels: int) -> bool:
