@@ -88,7 +88,8 @@ class Targets:
             for name, tensor in tensors.items():
                 _check_can_be_filled(name, tensor)
                 self.by_name[name] = Target(name, tensor, kind, True, tensor.dtype)
-        for name, dtype in (dtypes or {}).items():
+        self._dtypes = dtypes or {}
+        for name, dtype in self._dtypes.items():
             if name in self.by_name:
                 self.by_name[name] = replace(self.by_name[name], dtype=dtype)
         self.declared_ties = dict(declared_ties or {})
@@ -103,6 +104,22 @@ class Targets:
             name: name if sharers[start] == 1 else first.setdefault(_identity(target.tensor), name)
             for (name, target), start in zip(self.by_name.items(), starts, strict=True)
         }
+
+    def hold_in(self, model: nn.Module) -> bool:
+        """Whether a model has these very tensors still, under these names, and as they were.
+
+        Raises:
+            ModelError: If one can't be filled any more.
+        """
+        now = held_by(model).everything
+        if now.keys() != self.by_name.keys() | self.derived.keys():
+            return False
+        for name, target in self.by_name.items():
+            tensor = now[name]
+            if tensor is not target.tensor or (tensor.dtype != target.dtype and name not in self._dtypes):
+                return False
+            _check_can_be_filled(name, tensor)
+        return all(now[name] is buffer for name, buffer in self.derived.items())
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

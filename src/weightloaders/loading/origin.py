@@ -69,7 +69,8 @@ class Recorder:
     def add(self, steps: Iterable[Step]) -> None:
         """Take down some steps."""
         for step in steps:
-            self._shapes.update((target.name, target.shape) for target in step_targets(step))
+            for target in step_targets(step):
+                self._shapes[target.name] = target.shape
             if isinstance(step, CopyStep):
                 for placed in step.placements:
                     if isinstance(placed.source, int):
@@ -93,10 +94,11 @@ class Recorder:
         unread = _Unread(plan, targets)
         tensors = []
         for info in infos:
-            if info.name in self._ways or info.name in self._handed:
-                stored = _stored(info)._replace(ways=tuple(self._ways.get(info.name, ())))
+            ways = self._ways.get(info.name, ())
+            if ways or info.name in self._handed:
+                stored = _stored(info, tuple(ways))
             elif info.name in self._losses:
-                stored = _stored(info)._replace(loss=self._losses[info.name])
+                stored = _stored(info, (), self._losses[info.name])
             else:
                 stored = unread.fate(info)
                 self._shapes.update((name, unread.shape(name)) for name, _ in stored.ways)
@@ -141,8 +143,8 @@ class _Unread:
         return stored._replace(loss="the model did not take it")
 
 
-def _stored(info: TensorInfo) -> Stored:
-    return Stored(info.name, info.shape, info.extents[0].stored_dtype if info.extents else info.dtype)
+def _stored(info: TensorInfo, ways: tuple[tuple[str, Placement], ...] = (), loss: str = "") -> Stored:
+    return Stored(info.name, info.shape, info.extents[0].stored_dtype if info.extents else info.dtype, ways, loss)
 
 
 def origin_of(plan: LoadPlan, infos: Iterable[TensorInfo], targets: Targets | None = None) -> Origin:

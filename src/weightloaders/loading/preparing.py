@@ -146,7 +146,7 @@ def sources_of(plan: LoadPlan) -> dict[str, str]:
     sources: dict[str, str] = {}
     for step in plan.steps:
         infos = step_infos(step)
-        described = "; ".join(describe_source(info) for info in infos[:_SHOWN])
+        described = "; ".join([describe_source(info) for info in infos[:_SHOWN]])
         described += f"; and {len(infos) - _SHOWN} more" if len(infos) > _SHOWN else ""
         described += f" (by {'; '.join(step.rules)})" if step.rules else ""
         for target in step_targets(step):

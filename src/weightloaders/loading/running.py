@@ -78,7 +78,7 @@ def _run(
 ) -> LoadReport:
     start = time.perf_counter()
     with context.timed("prepare"):
-        now = targets_of(model, context, targets)
+        now = targets if targets.hold_in(model) else targets_of(model, context, targets)
         _check_same_model(plan, targets, now)
     hooks.before_load(plan)
     warn_of(plan)

@@ -58,8 +58,8 @@ def packed_parts(modules: Iterable[nn.Module]) -> dict[str, list[Part]]:
         ModelError: If a declaration can't be understood.
     """
     found: dict[str, list[Part]] = defaultdict(list)
-    for module in modules:
-        declared = getattr(module, _PACKED, None) if _may_declare(module) else None
+    for module in _may_declare(list(modules)):
+        declared = getattr(module, _PACKED, None)
         if not declared:
             continue
         if not isinstance(declared, Mapping):
@@ -71,10 +71,13 @@ def packed_parts(modules: Iterable[nn.Module]) -> dict[str, list[Part]]:
     return dict(found)
 
 
-def _may_declare(module: nn.Module) -> bool:
-    # A module's own way to say that it lacks an attribute is slow, and nearly all of them lack it.
-    kind = type(module)
-    return _PACKED in vars(module) or hasattr(kind, _PACKED) or kind.__getattr__ is not torch.nn.Module.__getattr__
+def _may_declare(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that need asking: a module's own way to say that it lacks an attribute is slow, and nearly all lack it."""
+    slow = torch.nn.Module.__getattr__
+    kinds = {
+        kind for kind in {type(module) for module in modules} if hasattr(kind, _PACKED) or kind.__getattr__ is not slow
+    }
+    return [module for module in modules if type(module) in kinds or _PACKED in vars(module)]
 
 
 def _parts_of(fused: str, members: Sequence[tuple[str, Any]]) -> list[Part]:

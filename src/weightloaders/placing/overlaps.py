@@ -31,13 +31,12 @@ def covered(targets: Iterable[Target], fillers: Iterable[Target]) -> dict[str, s
         targets: Those in question.
         fillers: Those that are filled.
     """
-    filling = _spans(fillers)
-    wanted = _spans(targets) if filling else []
-    if not wanted:
+    targets, fillers = list(targets), list(fillers)
+    if not targets or not fillers:
         return {}
     # Neighbours make up one piece of memory; a sparse one leaves gaps, so nothing can be said of what lies in it.
     pieces: list[tuple[str, int, int, str]] = []
-    for span, filler in filling:
+    for span, filler in _spans(fillers):
         if not span.dense:
             continue
         if pieces and pieces[-1][0] == span.device and span.start <= pieces[-1][2]:
@@ -46,7 +45,7 @@ def covered(targets: Iterable[Target], fillers: Iterable[Target]) -> dict[str, s
         else:
             pieces.append((span.device, span.start, span.end, filler.name))
     result = {}
-    for span, target in wanted:
+    for span, target in _spans(targets):
         at = bisect.bisect_right(pieces, (span.device, span.start, float("inf"), "")) - 1
         if at >= 0 and pieces[at][0] == span.device and span.end <= pieces[at][2]:
             result[target.name] = pieces[at][3]
