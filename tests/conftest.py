@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.accelerator.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
 

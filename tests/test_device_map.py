@@ -12,7 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.accelerate import expand_device_map
 
-from weightloaders import LLM, SamplingParams, from_pretrained, load_into, load_status
+from weightloaders import LLM, SamplingParams, from_pretrained, load_into, load_status, plan_load
+from weightloaders.dispatch import input_device
 from weightloaders.errors import ConfigError, MissingDependencyError, ModelError
 from weightloaders.transfer import device_map as device_maps
 from weightloaders.transfer.device_map import DeviceMap
@@ -221,6 +222,28 @@ def test_a_model_whose_parts_accelerate_has_put_aside_is_not_filled(folder: Path
         load_into(model, folder, progress=False)
 
 
+@pytest.mark.usefixtures("any_device")
+def test_a_plan_forecasts_for_the_devices_that_are_named(folder: Path) -> None:
+    with torch.device("meta"):
+        model = llama(tied=False)
+    for device, through_slots in ((None, 0), ({"": 0}, 1), ({"model": "cpu", "lm_head": 1}, 40 * 16 * 4)):
+        told = plan_load(model, folder, device=device).forecast
+        expected = told.bytes_to_read if through_slots == 1 else through_slots
+        assert told.buffered == expected
+        assert told.straight == told.bytes_to_read - expected
+        assert (told.extra_memory > 0) is (through_slots > 0)
+
+
+def test_a_plan_is_run_where_it_was_made_for(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    weights = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"device says nothing of 'b.weight'"):
+        plan_load(model, weights, device={"a": "cpu"}).run(model)
+    plan_load(model, weights, device="cpu").run(model)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
 # ------------------------------------------------------------------ on accelerators
 
 
@@ -242,11 +265,12 @@ def test_a_model_over_several_devices_is_what_transformers_makes(folder: Path, g
     model, report = from_pretrained(folder, device_map=given, progress=False)
     expected = LlamaForCausalLM.from_pretrained(folder, device_map=given).eval()
     assert report.missing == report.unexpected == []
-    assert getattr(model, "hf_device_map", None) == getattr(expected, "hf_device_map", None)
+    ours, theirs = (getattr(m, "hf_device_map", {}) for m in (model, expected))
+    assert set(ours.values()) == set(theirs.values())
     assert {n: p.device for n, p in model.named_parameters()} == {n: p.device for n, p in expected.named_parameters()}
     with torch.no_grad():
-        ours, theirs = (m(tokens().to(m.device)).logits.cpu() for m in (model, expected))
-    assert torch.equal(ours, theirs)
+        logits = [m(tokens().to(input_device(m))).logits.cpu() for m in (model, expected)]
+    assert torch.equal(*logits)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from weightloaders.errors import ConfigError, LoadError
+from weightloaders import Weights, load_into
+from weightloaders.errors import ConfigError, LoadError, ModelError
 from weightloaders.mapping.placement import placement
 from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
@@ -27,6 +28,7 @@ from weightloaders.transfer.forecast import forecast
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.staging import Slot, Staging
 from weightloaders.weights.info import Extent, TensorInfo
+from weightloaders.weights.reading import swap_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -438,6 +440,11 @@ def test_parts_and_transposes_are_placed_on_the_device(tmp_path: Path) -> None:
     assert torch.equal(transposed, turned.t())
 
 
+def test_bytes_are_reversed_on_the_device_that_they_are_on() -> None:
+    # Of the devices without which this can be told, meta is the only one: there nothing else may take part.
+    swap_bytes(torch.empty(100, dtype=torch.float64, device="meta"))
+
+
 def test_a_parameter_that_is_not_in_row_major_order_arrives(tmp_path: Path) -> None:
     expected = torch.randn(400, 600)
     parameter = torch.full((600, 400), 7.0, dtype=torch.bfloat16).t()
@@ -537,3 +544,143 @@ def test_a_device_that_is_not_here_is_named_with_those_that_are(device: object) 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", CPU])
 def test_the_cpu_is_always_here(device: torch.device | str) -> None:
     assert usable_device(device) == CPU
+
+
+# ------------------------------------------------------------------ on accelerators
+
+
+def accelerator(index: int = 0) -> torch.device:
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, index)
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+    return torch.full(shape, 7.0, dtype=dtype, device=where)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("byteorder", ["little", "big"])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_an_accelerator_every_dtype_arrives_as_torch_would_cast_it(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype, byteorder: str
+) -> None:
+    expected = [torch.randn(3000, 1100, dtype=torch.float64).to(stored), torch.randn(7).to(stored)]
+    parameters = [filled(tuple(tensor.shape), wanted, accelerator()) for tensor in expected]
+    infos = source(tmp_path / "f", *expected, byteorder=byteorder)
+    moved = Transfer([into(p, info) for p, info in zip(parameters, infos, strict=True)]).run()
+    assert all(torch.equal(p.cpu(), e.to(wanted)) for p, e in zip(parameters, expected, strict=True))
+    assert moved.extra_memory <= 64 << 20
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_transposes_and_codes_arrive(tmp_path: Path) -> None:
+    turned, codes = torch.randn(3000, 500), torch.randn(40, 50).to(torch.float8_e4m3fn)
+    infos = source(tmp_path / "f", turned, codes)
+    by_columns = filled((3000, 500), torch.float32, accelerator()).t().contiguous().t()
+    transposed = filled((500, 3000), torch.bfloat16, accelerator())
+    there = torch.zeros(40, 50, dtype=torch.float8_e4m3fn, device=accelerator())
+    Transfer(
+        [
+            into(by_columns, infos[0]),
+            CopyStep(
+                Target("t", transposed, "parameter", True, transposed.dtype),
+                (infos[0],),
+                (placement(0, 0, 0, [(3000, 500, 1), (500, 1, 3000)]),),
+            ),
+            into(there, infos[1]),
+        ]
+    ).run()
+    assert torch.equal(by_columns.cpu(), turned)
+    assert torch.equal(transposed.cpu(), turned.t().bfloat16())
+    assert torch.equal(there.cpu().view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_new_infinities_are_noticed(tmp_path: Path) -> None:
+    old = torch.tensor([1.0, float("inf"), -float("inf")])
+    infos = source(tmp_path / "f", torch.tensor([1.0, 1e6]), old, torch.ones(3))
+    parameters = [filled(info.shape, torch.float16, accelerator()) for info in infos]
+    moved = Transfer([into(p, info) for p, info in zip(parameters, infos, strict=True)]).run()
+    assert moved.infinities == ["w0"]
+    assert torch.equal(parameters[1].cpu(), old.half())
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_what_the_caller_began_comes_first_and_what_it_does_next_comes_later(tmp_path: Path) -> None:
+    expected = torch.randn(2000, 1000)
+    info = source(tmp_path / "f", expected)[0]
+    parameter = torch.empty(2000, 1000, device=accelerator())
+    stream = torch.Stream(accelerator())
+    with stream:
+        busy = torch.randn(2000, 2000, device=accelerator())
+        for _ in range(50):
+            busy = busy @ busy / busy.norm()
+        parameter.fill_(7)
+        Transfer([into(parameter, info)]).run()
+        after = parameter * 2
+    stream.synchronize()
+    assert torch.equal(after.cpu(), expected * 2)
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_without_page_locked_memory_the_values_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: Accelerator, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Accelerator, "page_locked", none_left)
+    expected = torch.randn(5000, 1000)
+    parameters = [filled((5000, 1000), dtype, accelerator()) for dtype in (torch.float32, torch.bfloat16)]
+    info = source(tmp_path / "f", expected)[0]
+    moved = Transfer([into(p, info) for p in parameters]).run()
+    assert all(torch.equal(p.cpu(), expected.to(p.dtype)) for p in parameters)
+    assert len(moved.notes) == 1
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_what_only_the_load_needed_is_given_back(tmp_path: Path) -> None:
+    module = torch.get_device_module(accelerator())
+    if not hasattr(module, "memory_reserved"):
+        pytest.skip("its allocator does not tell what it keeps")
+    info = source(tmp_path / "f", torch.randn(3000, 1000))[0]
+    parameter = filled((3000, 1000), torch.bfloat16, accelerator())
+    module.empty_cache()
+    before = module.memory_reserved(accelerator())
+    Transfer([into(parameter, info)]).run()
+    assert module.memory_reserved(accelerator()) == before
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator_too_little_memory_is_our_error(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(1 << 24, 1 << 24, bias=False)  # a million GB
+    weights = TensorInfo("weight", torch.float32, (1 << 24, 1 << 24), read=lambda: torch.empty(0))
+    with pytest.raises(ModelError, match=r"not enough memory on .* for tensor 'weight'"):
+        load_into(model, Weights.describe([weights]), device=accelerator(), progress=False)
+    assert model.weight.is_meta
+
+
+@pytest.mark.gpu
+def test_the_second_accelerator_is_filled_whatever_the_current_one_is(tmp_path: Path) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two")
+    expected = torch.randn(3000, 1000)
+    info = source(tmp_path / "f", expected)[0]
+    parameters = [filled((3000, 1000), torch.bfloat16, accelerator(index)) for index in (0, 1)]
+    for index in (0, 1):
+        with torch.accelerator.device_index(index):
+            Transfer([into(p, info) for p in parameters]).run()
+            assert torch.accelerator.current_device_index() == index
+        for parameter in parameters:
+            assert torch.equal(parameter.cpu(), expected.bfloat16())
+            parameter.fill_(7)
+
+
+@pytest.mark.gpu
+def test_a_device_without_a_number_is_the_current_one() -> None:
+    for index in range(torch.accelerator.device_count()):
+        with torch.accelerator.device_index(index):
+            assert usable_device(accelerator().type) == accelerator(index)

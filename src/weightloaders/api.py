@@ -96,6 +96,7 @@ def plan_load(
     plan: LoadPlan | None = None,
     trust: Sequence[Trusted] = (),
     transfer: TransferOption = "direct",
+    device: DeviceOption = None,
 ) -> LoadPlan:
     """Say what a load would do, from headers alone.
 
@@ -116,6 +117,7 @@ def plan_load(
         trust: The functions that such a plan may run, themselves or as ``"package.module:function"``. Ready-made
             layouts and transformers' conversions need not be named.
         transfer: How bytes are moved when the plan is run; see `load_into`.
+        device: Where what is on meta goes then, and what the forecast is for; see `load_into`.
 
     Returns:
         The plan; `LoadPlan.run` carries it out as long as the weights are open.
@@ -131,7 +133,9 @@ def plan_load(
             "a plan that was read back was made by rules and policies of its own",
             hint="leave out rules, policies and automatic; or leave out plan, and a new one is made by them",
         )
-    context = load_context(rules, on_missing, on_unexpected, on_mismatch, automatic=automatic, transfer=transfer)
+    context = load_context(
+        rules, on_missing, on_unexpected, on_mismatch, device, automatic=automatic, transfer=transfer
+    )
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
     if plan is not None:

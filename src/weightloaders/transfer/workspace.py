@@ -80,7 +80,7 @@ class Workspace:
         self._ahead: Generator[tuple[TensorInfo, torch.Tensor]] | None = None
         self._own = threading.local()
         self._last: tuple[TensorInfo, torch.Tensor] | None = None
-        self._asked: dict[tuple[str, int], torch.Tensor] = {}
+        self._asked: dict[tuple[str, torch.device, int], torch.Tensor] = {}
         self.staging = Staging(devices or {}, self.keep)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -207,14 +207,15 @@ class Workspace:
             made = False
             if may_overflow(values.dtype, destination.dtype):
                 # An answer from a device is waited for; so it is asked for when all is done.
-                there, key = (destination.isinf() & values.isfinite()).any(), (name, threading.get_ident())
+                there = (destination.isinf() & values.isfinite()).any()
+                key = name, destination.device, threading.get_ident()
                 self._asked[key] = self._asked[key] | there if key in self._asked else there
         if made:
             self._note_infinities(name)
 
     def settle(self) -> None:
         """Ask accelerators what casts there have made, once all is done."""
-        for (name, _), made in self._asked.items():
+        for (name, *_), made in self._asked.items():
             if bool(made):
                 self._note_infinities(name)
 

@@ -166,7 +166,7 @@ def swap_bytes(tensor: torch.Tensor) -> None:
     width = tensor.element_size() // (2 if tensor.dtype.is_complex else 1)
     if not tensor.numel() or width == 1:
         return
-    spare = torch.empty(min(tensor.nbytes, _SWAPPED_AT_ONCE), dtype=torch.uint8, device="cpu")
+    spare = torch.empty(min(tensor.nbytes, _SWAPPED_AT_ONCE), dtype=torch.uint8, device=tensor.device)
     for piece in tensor.detach().view(-1).view(torch.uint8).split(_SWAPPED_AT_ONCE):
         for size, numbers in _WHOLE_NUMBERS.items():
             if size <= width:
