@@ -58,6 +58,7 @@ def test_blocks_of_any_size_are_multiplied_as_torch_does_it(
     assert can_multiply(codes, scales)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "_AT_ONCE", at_once)
+        patch.setattr(float8, "_AT_ONCE_ON_SEVERAL_THREADS", at_once)
         assert same(multiplied(codes, scales, block, dtype), by_torch(codes, scales, block, dtype))
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Elements at a time: what they take meanwhile stays in the processor's cache, or near it.
 _AT_ONCE = 256 << 10
+# Fewer than torch spreads over threads, which would wait for each other after every one of many short operations.
+_AT_ONCE_ON_SEVERAL_THREADS = (32 << 10) - 1
 _SHIFT = 2.0**8
 # The largest number, as its float16; what lies above is NaN.
 _LARGEST = 448 / _SHIFT
@@ -48,7 +50,8 @@ def multiplied(codes: torch.Tensor, scales: torch.Tensor, block: Sequence[int], 
     *_, rows, columns = codes.shape
     if not result.numel():
         return result
-    height = min(block[0], max(1, _AT_ONCE // columns))
+    at_once = _AT_ONCE if torch.get_num_threads() == 1 else _AT_ONCE_ON_SEVERAL_THREADS
+    height = min(block[0], max(1, at_once // columns))
     half, single = torch.empty(height * columns, dtype=torch.int16), torch.empty(height * columns)
     matrices = zip(*(t.reshape(-1, *t.shape[-2:]) for t in (codes, scales.float() * _SHIFT)), strict=True)
     for matrix, (part, its_scales) in zip(result.view(-1, rows, columns), matrices, strict=True):

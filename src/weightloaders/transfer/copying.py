@@ -175,7 +175,9 @@ def _cast(destination: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor
     single = scratch[: scratch.numel() // 4 * 4].view(torch.float32) if by_way else scratch
     order = _order(destination)
     infinite = False
-    box = _box(source.shape, order, single.numel() if by_way else _CAST_AT_ONCE)
+    # Where torch uses several threads, they would wait for each other after every piece.
+    at_once = _CAST_AT_ONCE if torch.get_num_threads() == 1 else source.numel()
+    box = _box(source.shape, order, single.numel() if by_way else at_once)
     for part in _boxes(source.shape, box):
         written, read = destination[part], source[part]
         written.copy_(_arranged(single, read.shape, order).copy_(read) if by_way else read)
