@@ -65,7 +65,7 @@ class HandedTensors:
         with contextlib.closing(iter(ahead)) as tensors:
             for info, tensor in tensors:
                 self.bytes_read += info.bytes_stored
-                self.extra_memory = ahead.most_held + direct.buffers_bytes
+                self.extra_memory = ahead.most_held + direct.most_held
                 yield info, tensor
                 # What is let go of gives its memory to the next.
                 del tensor
