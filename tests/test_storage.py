@@ -304,6 +304,16 @@ def test_threads_go_by_the_storage_and_the_processors(
 
 
 @linux
+def test_past_the_page_cache_more_readers_wait_for_a_disk_than_there_are_processors(
+    system: System, file: Path, number: str, processors: Callable[[int], None]
+) -> None:
+    processors(1)
+    system.mount("zfs", "tank", number)
+    assert habits_of([FileSource(file)], past_page_cache=True).threads == 4
+    assert habits_of([FileSource(file)], "rotational", past_page_cache=True).threads == 1
+
+
+@linux
 def test_a_disk_that_turns_has_one_reader(
     system: System, file: Path, number: str, processors: Callable[[int], None]
 ) -> None:

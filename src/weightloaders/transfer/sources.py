@@ -24,5 +24,5 @@ def sources_of(steps: Iterable[Step]) -> list[ByteSource]:
 
 def habits_for(sources: Iterable[ByteSource], options: TransferOptions) -> Habits:
     """How these are read with these options."""
-    habits = habits_of(sources, options.storage)
+    habits = habits_of(sources, options.storage, past_page_cache=options.mode == "o_direct")
     return habits if options.threads is None else replace(habits, threads=options.threads)

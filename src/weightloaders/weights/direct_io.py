@@ -7,6 +7,7 @@ are read there; the others go through a buffer of the thread. On macOS by ``F_NO
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -85,7 +86,7 @@ class DirectReads:
         """This thread's buffer, at the beginning of a page. What was in it is gone."""
         memory: memoryview | None = getattr(self._own, "memory", None)
         if memory is None:
-            pages = mmap.mmap(-1, self.buffer_bytes)
+            pages = _pages(self.buffer_bytes)
             # It goes with its thread.
             weakref.finalize(pages, self._count, -self.buffer_bytes).atexit = False
             self._count(self.buffer_bytes)
@@ -105,6 +106,18 @@ class DirectReads:
             self._refused.add(source.identity[0])
         name = storage_of(source.path).filesystem or "the file system"
         self.notes.append(f"{name} takes no direct reads, so {source.name} was read through the page cache")
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Memory of its own; in huge pages, if there are any, it takes fewer and larger requests to the disk."""
+    if sys.platform == "win32":
+        pages = mmap.mmap(-1, nbytes)
+    else:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 class DirectSource(FileSource):

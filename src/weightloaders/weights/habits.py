@@ -35,27 +35,29 @@ class Habits:
     threads: int
 
 
-def habits_of(sources: Iterable[ByteSource], storage: Kind | None = None) -> Habits:
+def habits_of(sources: Iterable[ByteSource], storage: Kind | None = None, *, past_page_cache: bool = False) -> Habits:
     """How sources that are read in one load are read: as befits the kind that most of their bytes lie on.
 
     Args:
         sources: What is read.
         storage: What they are to be taken for; None: as the environment variable ``WEIGHTLOADERS_STORAGE`` says, else
             as the system says.
+        past_page_cache: Whether they are read past the page cache.
 
     Raises:
         ConfigError: If the environment variable names no kind.
     """
     asked = storage or asked_for()
     kind, why = (asked, "as asked for") if asked else _most_of(sources)
-    return Habits(kind, why, _threads(kind))
+    return Habits(kind, why, _threads(kind, past_page_cache))
 
 
-def _threads(kind: Kind) -> int:
+def _threads(kind: Kind, past_page_cache: bool) -> int:
     processors = usable_processors()
     return {
         # Copying keeps a processor busy, and a few readers keep a disk busy. More of them defeat its reading ahead.
-        "local": min(processors, 4),
+        # Past the page cache nothing is read ahead and hardly anything copied: there they only wait.
+        "local": 4 if past_page_cache else min(processors, 4),
         # The head can be in one place at one time.
         "rotational": 1,
         # What takes long is the way there and back. So many are on the way at once, and most of them only wait.
