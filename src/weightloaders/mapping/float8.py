@@ -7,13 +7,12 @@ are a float16 that is 2 ** -8 of the number, and float16 has a fast way to float
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 # Elements at a time: what they take meanwhile stays in the processor's cache, or near it.
 _AT_ONCE = 256 << 10
@@ -46,28 +45,23 @@ def multiplied(codes: torch.Tensor, scales: torch.Tensor, block: Sequence[int], 
         block: Rows and columns of a block; the last blocks may be smaller.
         dtype: Of the result.
     """
-    result = torch.empty(codes.shape, dtype=dtype)
+    result = torch.empty(codes.shape, dtype=dtype, device="cpu")
     *_, rows, columns = codes.shape
     if not result.numel():
         return result
     at_once = _AT_ONCE if torch.get_num_threads() == 1 else _AT_ONCE_ON_SEVERAL_THREADS
     height = min(block[0], max(1, at_once // columns))
-    half, single = torch.empty(height * columns, dtype=torch.int16), torch.empty(height * columns)
+    half = torch.empty(height * columns, dtype=torch.int16, device="cpu")
+    single = torch.empty(height * columns, dtype=torch.float32, device="cpu")
     matrices = zip(*(t.reshape(-1, *t.shape[-2:]) for t in (codes, scales.float() * _SHIFT)), strict=True)
     for matrix, (part, its_scales) in zip(result.view(-1, rows, columns), matrices, strict=True):
-        for first, last, at in _pieces(rows, block[0], height):
-            count = (last - first) * columns
-            numbers = _decoded(part[first:last], half[:count], single[:count])
-            matrix[first:last] = numbers.mul_(its_scales[at].repeat_interleave(block[1])[:columns])
+        bands = zip(part.split(block[0]), matrix.split(block[0]), its_scales, strict=True)
+        for band, target, scale in bands:
+            factors = scale.repeat_interleave(block[1])[:columns]
+            for piece, place in zip(band.split(height), target.split(height), strict=True):
+                count = piece.numel()
+                place.copy_(_decoded(piece, half[:count], single[:count]).mul_(factors))
     return result
-
-
-def _pieces(rows: int, block: int, height: int) -> Iterator[tuple[int, int, int]]:
-    """Rows from and to, and the row of the blocks that they are in."""
-    for at in range(math.ceil(rows / block)):
-        end = min(rows, (at + 1) * block)
-        for first in range(at * block, end, height):
-            yield first, min(first + height, end), at
 
 
 def _decoded(codes: torch.Tensor, half: torch.Tensor, single: torch.Tensor) -> torch.Tensor:
