@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from weightloaders import load_into
-from weightloaders.errors import SourceReadError
+from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.weights import direct_io
 from weightloaders.weights.direct_io import Alignment, DirectReads, DirectSource, alignment_of, arrange
 from weightloaders.weights.source import ByteSource, FileSource, close_files
@@ -296,6 +296,18 @@ def test_each_thread_has_one_buffer_that_is_counted_and_goes_with_it(file: Path)
         for thread in threads:
             thread.join()
     assert reads.most_held == 3 << 20
+
+
+@linux
+def test_no_memory_for_a_buffer_is_said_as_that(file: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    if not opened_directly(file):
+        pytest.skip("nothing is read directly here")
+    monkeypatch.setattr(direct_io, "_pages", none)
+    with pytest.raises(LoadError, match="not enough memory to read"):
+        load_into(Model(), checkpoint, transfer="o_direct", progress=False)
 
 
 @pytest.mark.parametrize(("room", "buffer"), [(0, 4096), (5000, 4096), (1 << 20, 1 << 20), (1 << 30, 4 << 20)])

@@ -83,10 +83,17 @@ class DirectReads:
             return self._sources[key]
 
     def buffer(self) -> memoryview:
-        """This thread's buffer, at the beginning of a page. What was in it is gone."""
+        """This thread's buffer, at the beginning of a page. What was in it is gone.
+
+        Raises:
+            MemoryError: If there is no memory for it.
+        """
         memory: memoryview | None = getattr(self._own, "memory", None)
         if memory is None:
-            pages = _pages(self.buffer_bytes)
+            try:
+                pages = _pages(self.buffer_bytes)
+            except OSError as error:
+                raise MemoryError(f"no {self.buffer_bytes} bytes for a buffer") from error
             # It goes with its thread.
             weakref.finalize(pages, self._count, -self.buffer_bytes).atexit = False
             self._count(self.buffer_bytes)
