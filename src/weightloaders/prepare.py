@@ -22,6 +22,7 @@ from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.skeleton import HUB_OPTIONS, Skeleton, build_skeleton, stored_dtype_of
 from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.transfer.options import TransferOption, TransferOptions
+from weightloaders.weights.habits import asked_for
 from weightloaders.weights.texts import brief
 from weightloaders.weights.weights import Weights, as_catalogue, as_weights
 
@@ -55,13 +56,15 @@ def load_context(
 
     Raises:
         ConfigError: If there is no such device here, devices were named in two ways, there is no such check,
-            ``automatic`` is neither True nor False, or ``transfer`` is not allowed.
+            ``automatic`` is neither True nor False, ``transfer`` is not allowed, or ``WEIGHTLOADERS_STORAGE`` is not.
         RuleError: If the rules or the policies can't be understood.
     """
     if verify not in (None, "finite", "sha256"):
         raise ConfigError(f"verify={verify!r}: None, 'finite' or 'sha256' is expected")
     if not isinstance(automatic, bool):
         raise ConfigError(f"automatic={automatic!r}: True or False is expected")
+    # What the environment asks for is an option as well: it is refused before anything is touched.
+    asked_for()
     return LoadContext(
         rules=parse_rules(rules),
         policies=Policies(on_missing, on_unexpected, on_mismatch),

@@ -42,7 +42,7 @@ from weightloaders.mapping.names import claim_name
 from weightloaders.placing import GroupState, Placing
 from weightloaders.plan import Finding, LoadPlan, listed
 from weightloaders.transfer.coverage import Coverage
-from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred
+from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, tell
 from weightloaders.transfer.verify import check_finite
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import memory_of
@@ -156,7 +156,7 @@ class _Loading:
             self.moved.bytes_read += tensor.nbytes
             self.moved.extra_memory = max(self.moved.extra_memory, self._held + tensor.nbytes)
             self._take(claim, name, tensor)
-            self._progress(ProgressEvent(self.moved.bytes_read, 0))
+            tell(self._progress, ProgressEvent(self.moved.bytes_read, 0))
             del tensor
 
     def _guarded(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ from weightloaders.mapping import transformers as hf
 from weightloaders.plan import LoadPlan, listed
 from weightloaders.report import LoadReport
 from weightloaders.transfer.coverage import Coverage, Covered
-from weightloaders.transfer.engine import ProgressEvent, Transferred
+from weightloaders.transfer.engine import ProgressEvent, Transferred, tell
 from weightloaders.transfer.handing import HandedTensors
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.weights import Stream, Weights
@@ -123,7 +123,7 @@ def _handed(
             moved.bytes_read, moved.extra_memory, moved.notes = handed.bytes_read, handed.extra_memory, handed.notes
             if handed.bytes_mapped:
                 moved.bytes_by_path["mapped"] = handed.bytes_mapped
-            progress(ProgressEvent(min(handed.bytes_read + handed.bytes_mapped, total), total))
+            tell(progress, ProgressEvent(min(handed.bytes_read + handed.bytes_mapped, total), total))
             yield info.name, tensor
             # What the model lets go of gives its memory to the next.
             del tensor
@@ -135,7 +135,7 @@ def _counted(
     for name, tensor in stream:
         moved.bytes_read += tensor.nbytes
         moved.extra_memory = max(moved.extra_memory, tensor.nbytes)
-        progress(ProgressEvent(moved.bytes_read, 0))
+        tell(progress, ProgressEvent(moved.bytes_read, 0))
         # A model may keep what it is given; a borrowed tensor would change under it.
         yield name, tensor.clone() if stream.borrowed else tensor
 

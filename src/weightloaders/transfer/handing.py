@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from weightloaders.plan import single_run
 from weightloaders.transfer.file_views import map_file, view_of
-from weightloaders.transfer.read_ahead import ReadAhead
+from weightloaders.transfer.read_ahead import ReadAhead, naming
 from weightloaders.weights.direct_io import DirectReads
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
@@ -82,7 +82,10 @@ class HandedTensors:
                 if isinstance(memory, str):
                     self.bytes_read += info.bytes_stored
                     self.extra_memory = max(self.extra_memory, info.nbytes)
-                    yield info, self._read(info) if info.read is not None else read_tensor(info)
+                    with naming(info):
+                        tensor = self._read(info) if info.read is not None else read_tensor(info)
+                    yield info, tensor
+                    del tensor
                 else:
                     self.bytes_mapped += info.nbytes
                     yield info, view_of(memory, info.extents[0].offset, info.dtype, info.shape)

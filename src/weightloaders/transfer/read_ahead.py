@@ -6,6 +6,7 @@ whoever gets it may keep it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import deque
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.errors import LoadError, WeightLoadersError
 from weightloaders.plan import single_run
 from weightloaders.transfer.reuse import ReusedMemory
 from weightloaders.transfer.sources import habits_for
@@ -135,14 +137,19 @@ class ReadAhead:
             while is_raw and not portion.is_done:
                 self._changed.wait(_PATIENCE)
             if portion.error is not None:
-                raise portion.error
+                with naming(portion.infos[0]):
+                    raise portion.error
             self._ahead -= portion.nbytes if is_raw else 0
             self._handed = portion.nbytes
             self._account()
             tensors, portion.tensors = portion.tensors, []
         for info in portion.infos:
             # No name for it here, which would keep alive what the consumer lets go of.
-            yield info, tensors.pop() if is_raw else self._read(info)
+            yield info, tensors.pop() if is_raw else self._read_here(info)
+
+    def _read_here(self, info: TensorInfo) -> torch.Tensor:
+        with naming(info):
+            return self._read(info)
 
     def _account(self) -> None:
         self.most_held = max(self.most_held, self._ahead + self._handed + self._memory.nbytes)
@@ -241,6 +248,21 @@ def _portions(infos: Sequence[TensorInfo]) -> Iterator[_Portion]:
         end = run.offset + run.length
     if batch:
         yield _Portion(batch, end - start)
+
+
+@contextlib.contextmanager
+def naming(info: TensorInfo) -> Iterator[None]:
+    """Turn what a source's or loader's code raises into an error of ours that names the tensor."""
+    try:
+        yield
+    except WeightLoadersError as error:
+        error.tensor = error.tensor or info.name
+        raise
+    except Exception as error:
+        file = info.extents[0].source.name if info.extents else None
+        raise LoadError(
+            f"reading {info.name} failed: {type(error).__name__}: {error}", tensor=info.name, file=file
+        ) from error
 
 
 def _reads_of(portion: _Portion) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from weightloaders.errors import LoadError, WeightLoadersError
 from weightloaders.plan import CallStep, CopyStep, Step, step_infos
-from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred
+from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, tell
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.sources import sources_of
 from weightloaders.weights.info import TensorInfo
@@ -99,7 +99,7 @@ class StreamedTransfer:
                 self._took(info)
                 result.bytes_read += info.bytes_stored
                 if self._progress is not None:
-                    self._progress(ProgressEvent(result.bytes_read, total, _place(info)[0] or None))
+                    tell(self._progress, ProgressEvent(result.bytes_read, total, _place(info)[0] or None))
         result.reads = ahead.reads
 
     def _took(self, info: TensorInfo) -> None:
