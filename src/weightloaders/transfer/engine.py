@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -24,6 +25,7 @@ from weightloaders.transfer.workspace import Stopped, Workspace
 from weightloaders.weights.direct_io import DirectReads
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +54,23 @@ class ProgressEvent:
     def bytes_per_second(self) -> float:
         """Bytes read in a second so far; 0 where no time has passed."""
         return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+def tell(progress: Callable[[ProgressEvent], object], event: ProgressEvent) -> None:
+    """Tell whoever wants to know.
+
+    Raises:
+        LoadError: If that fails.
+    """
+    try:
+        progress(event)
+    except WeightLoadersError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"the progress function failed: {type(error).__name__}: {error}",
+            hint="the load was stopped by it; progress=False loads without",
+        ) from error
 
 
 @dataclass(slots=True)
@@ -176,11 +195,17 @@ class Transfer:
     def _run_pooled(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        threads = min(self._threads, len(jobs))
+        threads = threads_that_fit(min(self._threads, len(jobs)))
         schedule = Schedule(jobs)
-        with ThreadPoolExecutor(threads, "weightloaders") as pool:
-            pending = {pool.submit(self._work_off, schedule) for _ in range(threads)}
+        with ThreadPoolExecutor(max(threads, 1), "weightloaders") as pool:
+            pending = set()
+            # Where the system gives no more threads, those that there are do all of it.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(threads):
+                    pending.add(pool.submit(self._work_off, schedule))
             try:
+                if not pending:
+                    self._work_off(schedule)
                 while pending:
                     # A wait with a limit lets Ctrl-C through.
                     done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
@@ -269,15 +294,7 @@ class Transfer:
                 return
             seconds = time.perf_counter() - self._start
             file = job.file or None if job is not None else None
-            try:
-                self._progress(ProgressEvent(self._result.bytes_read, self._total, file, seconds))
-            except WeightLoadersError:
-                raise
-            except Exception as error:
-                raise LoadError(
-                    f"the progress function failed: {type(error).__name__}: {error}",
-                    hint="the load was stopped by it; progress=False loads without",
-                ) from error
+            tell(self._progress, ProgressEvent(self._result.bytes_read, self._total, file, seconds))
 
     def _check_sources(self) -> None:
         for source in self._sources:
