@@ -31,6 +31,7 @@ from weightloaders.prepare import load_context
 WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no mode": ("mmapp", ("transfer: mode: 'mmapp'", "'direct', 'mmap', 'o_direct' or 'stream'")),
     "no field": ({"thread": 2}, ("transfer: 'thread' is unknown; did you mean 'threads'?", "extra_memory")),
+    "a field that Python has": ({"self": 2}, ("transfer: 'self' is unknown",)),
     "no thread": ({"threads": 0}, ("transfer: threads: 0", "greater than or equal to 1")),
     "too many threads": ({"threads": 100_000}, ("transfer: threads: 100000", "256")),
     "threads as text": ({"threads": "2"}, ("transfer: threads: '2'", "valid integer")),

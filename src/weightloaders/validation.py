@@ -24,7 +24,7 @@ class Checked(BaseModel):
 
     if not TYPE_CHECKING:  # type checkers shall see the fields as the signature
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, /, **values: Any) -> None:
             try:
                 super().__init__(**values)
             except ValidationError as error:
