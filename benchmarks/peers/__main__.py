@@ -138,7 +138,7 @@ def _write_down(
         return
     from benchmarks.peers.chart import draw
 
-    draw([group for group in groups if not group.condition], results, folder)
+    draw([group for group in groups if group.drawn], results, folder)
 
 
 def _machine() -> dict[str, Any]:

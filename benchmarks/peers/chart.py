@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from benchmarks.peers.groups import Group
     from benchmarks.peers.results import Results
 
-_OURS, _PEER, _LIMIT = "#1a7f64", "#9aa5b1", "#d9c27a"
+_OURS, _OTHERS_OF_OURS, _PEER, _LIMIT = "#1a7f64", "#8cc5b3", "#9aa5b1", "#d9c27a"
 
 
 def draw(groups: Sequence[Group], results: Results, folder: Path) -> list[Path]:
@@ -22,7 +22,7 @@ def draw(groups: Sequence[Group], results: Results, folder: Path) -> list[Path]:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "weightloaders"
+    mpl.rcParams.update({"svg.hashsalt": "weightloaders", "svg.fonttype": "none"})
     from matplotlib import pyplot as plt
 
     panels = []
@@ -48,8 +48,13 @@ def draw(groups: Sequence[Group], results: Results, folder: Path) -> list[Path]:
             [(row.seconds - row.least) / ours.seconds for row in rows],
             [(row.most - row.seconds) / ours.seconds for row in rows],
         ]
-        colours = [_LIMIT if row.way.startswith("limit") else _OURS if row is ours else _PEER for row in rows]
-        axis.barh(labels, times, color=colours, xerr=errors, error_kw={"elinewidth": 0.8, "ecolor": "#555"})
+        axis.barh(
+            labels,
+            times,
+            color=[_colour(row.way, ours.way) for row in rows],
+            xerr=errors,
+            error_kw={"elinewidth": 0.8, "ecolor": "#555"},
+        )
         axis.invert_yaxis()
         axis.axvline(1, color=_OURS, linewidth=0.8)
         if max(times) > 20:  # beyond that the small ones can't be seen
@@ -68,3 +73,11 @@ def draw(groups: Sequence[Group], results: Results, folder: Path) -> list[Path]:
         figure.savefig(written[-1], dpi=110, metadata=metadata)
     plt.close(figure)
     return written
+
+
+def _colour(way: str, ours: str) -> str:
+    if way == ours:
+        return _OURS
+    if way.startswith("limit"):
+        return _LIMIT
+    return _OTHERS_OF_OURS if way.startswith(OURS) else _PEER

@@ -35,7 +35,8 @@ class Group:
         ways: Names of ways.
         memory: ``"fresh"`` or ``"touched"``.
         cache: ``"warm"`` or ``"cold"``.
-        condition: Under which it is run; one of `CONDITIONS`.
+        condition: Under which it is run; `ADDRESS_SPACE`, `DESCRIPTORS`, `BUSY`, or none.
+        drawn: Whether it has a panel in the chart.
     """
 
     workload: str
@@ -43,6 +44,7 @@ class Group:
     memory: str = "fresh"
     cache: str = "warm"
     condition: str = ""
+    drawn: bool = False
 
     @property
     def key(self) -> str:
@@ -53,22 +55,21 @@ class Group:
 ADDRESS_SPACE = "with no more address space than the model and 512 MiB"
 DESCRIPTORS = "with 40 open files"
 BUSY = "beside two busy processes"
-CONDITIONS = (ADDRESS_SPACE, DESCRIPTORS, BUSY)
 
 GROUPS = (
     Group("dense", (LIMIT_TOUCHED, LIMIT_FRESH, OURS, "weightloaders, mmap", "weightloaders, from .bin", *_WHOLE,
-                    *_COPIED, _HUGE_PAGES, *_FILLED, *_TORCH)),
+                    *_COPIED, _HUGE_PAGES, *_FILLED, *_TORCH), drawn=True),
     Group("dense", (LIMIT_TOUCHED, OURS, *_COPIED, "accelerate load_checkpoint_in_model", _TORCH[1]), memory="touched"),
     Group("dense", (LIMIT_DIRECT, OURS, "weightloaders, o_direct", "weightloaders, mmap", FROM_PRETRAINED, *_COPIED,
-                    *_FILLED, _TORCH[1]), cache="cold"),
-    Group("fused", (LIMIT_FRESH, OURS, *_COPIED, _HUGE_PAGES, _TORCH[1])),
-    Group("experts", (LIMIT_FRESH, OURS, *_WHOLE, *_COPIED, _HUGE_PAGES)),
+                    *_FILLED, _TORCH[1]), cache="cold", drawn=True),
+    Group("fused", (LIMIT_FRESH, OURS, *_COPIED, _HUGE_PAGES, _TORCH[1]), drawn=True),
+    Group("experts", (LIMIT_FRESH, OURS, *_WHOLE, *_COPIED, _HUGE_PAGES), drawn=True),
     Group("experts", (LIMIT_DIRECT, OURS, FROM_PRETRAINED, *_COPIED), cache="cold"),
-    Group("f32", (LIMIT_FRESH, OURS, *_WHOLE, *_COPIED, _TORCH[1])),
+    Group("f32", (LIMIT_FRESH, OURS, *_WHOLE, *_COPIED, _TORCH[1]), drawn=True),
     Group("f16", (LIMIT_FRESH, OURS, *_COPIED)),
-    Group("transposed", (LIMIT_FRESH, OURS, *_COPIED, _TORCH[1])),
-    Group("raw", (LIMIT_FRESH, OURS_RAW, STRUCT, "numpy.fromfile + copy_", "numpy.memmap + copy_")),
-    Group("small", (LIMIT_FRESH, OURS, *_COPIED, *_FILLED, *_TORCH)),
+    Group("transposed", (LIMIT_FRESH, OURS, *_COPIED, _TORCH[1]), drawn=True),
+    Group("raw", (LIMIT_FRESH, OURS_RAW, STRUCT, "numpy.fromfile + copy_", "numpy.memmap + copy_"), drawn=True),
+    Group("small", (LIMIT_FRESH, OURS, *_COPIED, *_FILLED, *_TORCH), drawn=True),
     Group("huge", (LIMIT_FRESH, OURS, *_COPIED, _HUGE_PAGES, *_FILLED, *_TORCH)),
 )  # fmt: skip
 

@@ -23,9 +23,8 @@ _JUDGED = ("work", "bar", "measured", "reached")
 
 def title(group: Group) -> str:
     """What a group is, for people."""
-    cache = "page cache warm" if group.cache == "warm" else "page cache cold"
-    memory = "fresh memory" if group.memory == "fresh" else "memory touched before"
-    return ", ".join(filter(None, (WORKLOADS[group.workload].title, cache, memory, group.condition)))
+    memory = "" if group.memory == "fresh" else "into memory touched before"
+    return ", ".join(filter(None, (WORKLOADS[group.workload].title, group.cache, memory, group.condition)))
 
 
 def show(groups: Sequence[Group], results: Results, judged: Sequence[Judged], console: Console) -> None:
