@@ -204,6 +204,15 @@ def test_an_llm_takes_a_map(folder: Path) -> None:
     assert written[0] == written[1]
 
 
+def test_a_config_file_takes_a_map(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "llm.yaml"
+    config.write_text(f"model: {folder}\nprogress: false\ndevice_map: {{model: cpu, lm_head: cpu}}\n")
+    assert LLM.from_config(config).model.device == CPU
+    config.write_text(f"model: {folder}\ndevice_map: {{model: 1.5}}\n")
+    with pytest.raises(ConfigError, match="device_map"):
+        LLM.from_config(config)
+
+
 def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,9 +13,6 @@ from weightloaders.weights.reading import lacks_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-# Older versions of torch can't make a generic stream the current one; there a device is taken for one without streams.
-_STREAMS_CAN_BE_ENTERED = hasattr(torch.Stream, "__enter__")
 
 
 class Event(Protocol):
@@ -84,18 +82,24 @@ class Accelerator:
         self._where = where
         self._casts: dict[tuple[torch.dtype, torch.dtype], bool] = {}
 
+    @functools.cached_property
+    def _has_streams(self) -> bool:
+        try:
+            torch.Stream(self._where)
+            torch.accelerator.current_stream(self._where)
+        except (RuntimeError, NotImplementedError, ValueError):
+            return False
+        # Older versions of torch can't make a generic stream the current one.
+        return hasattr(torch.Stream, "__enter__")
+
     def stream(self) -> Stream:
         """A stream of its own; on a device without streams (mps) what is put in is done at once."""
-        if _STREAMS_CAN_BE_ENTERED:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                return _Queue(torch.Stream(self._where))
-        return _Immediate(self._where)
+        return _Queue(torch.Stream(self._where)) if self._has_streams else _Immediate(self._where)
 
     def current_stream(self) -> Stream:
         """The stream that this thread's own work on the device goes to."""
-        if _STREAMS_CAN_BE_ENTERED:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                return _Queue(torch.accelerator.current_stream(self._where))
+        if self._has_streams:
+            return _Queue(torch.accelerator.current_stream(self._where))
         return _Immediate(self._where)
 
     def page_locked(self, nbytes: int) -> torch.Tensor:

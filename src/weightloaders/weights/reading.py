@@ -167,7 +167,7 @@ def swap_bytes(tensor: torch.Tensor) -> None:
     if not tensor.numel() or width == 1:
         return
     spare = torch.empty(min(tensor.nbytes, _SWAPPED_AT_ONCE), dtype=torch.uint8, device=tensor.device)
-    for piece in tensor.detach().view(-1).view(torch.uint8).split(_SWAPPED_AT_ONCE):
+    for piece in tensor.detach().view(-1).view(torch.uint8).split(_SWAPPED_AT_ONCE):  # type: ignore[no-untyped-call]
         for size, numbers in _WHOLE_NUMBERS.items():
             if size <= width:
                 _swap_halves(piece.view(numbers), spare[: len(piece)].view(numbers))
