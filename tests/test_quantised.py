@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from weightloaders import (
     save_weights,
 )
 from weightloaders.errors import ConfigError, LoadError, ModelError, PlanError
+from weightloaders.mapping import quantised
+from weightloaders.mapping.float8 import multiplied
 from weightloaders.mapping.quantised import one_by_one
 from weightloaders.plan import ComputeStep, CopyStep
 from weightloaders.skeleton import build_skeleton
@@ -392,6 +395,21 @@ def test_a_stream_in_any_order_loads_the_same_and_holds_a_group_at_a_time(folder
             model, report = from_pretrained(folder(kind), weights=stream, progress=False)
             assert_same(model, expected, runs=False)
             assert report.extra_memory < total / 3
+
+
+def test_codes_are_multiplied_on_the_threads_that_read_them(
+    folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[threading.Thread] = set()
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        threads.add(threading.current_thread())
+        return multiplied(*arguments)
+
+    monkeypatch.setattr(quantised, "multiplied", noted)
+    from_pretrained(folder("fp8 llama, smaller blocks at the end"), progress=False)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_new_weights_can_be_loaded_into_a_model_that_was_dequantised(folder: Callable[[str], Path]) -> None:

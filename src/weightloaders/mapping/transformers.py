@@ -12,7 +12,7 @@ import logging
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -218,7 +218,13 @@ class ConversionMapper:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """A conversion of transformers for one group, which can say what makes it again (see `mapping.recipes`)."""
+    """A conversion of transformers for one group, which can say what makes it again (see `mapping.recipes`).
+
+    Attributes:
+        concurrent: Whether several groups may be converted at once, on any threads.
+    """
+
+    concurrent: ClassVar[bool] = True
 
     mapper: ConversionMapper
     converter: Any

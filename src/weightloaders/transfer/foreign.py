@@ -27,6 +27,10 @@ def compute(step: ComputeStep, space: Workspace) -> Job:
     nbytes = sum(info.bytes_stored for info in infos)
     work = functools.partial(_compute, step, space)
     ahead = tuple(info for info in infos if info.is_raw)
+    # A rule's function may be anything; what transformers declares is known to keep to its own tensors.
+    if getattr(step.function, "concurrent", False) and len(ahead) == len(infos):
+        reads = sum(len(info.extents) for info in infos if info.numel)
+        return Job(*place_of(infos), nbytes, tuple(targets), work, "computed", reads, held)
     return Job(*place_of(infos), nbytes, tuple(targets), work, "computed", 0, held, pooled=False, ahead=ahead)
 
 

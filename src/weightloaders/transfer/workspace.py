@@ -178,7 +178,7 @@ class Workspace:
         if info.read is not None:
             # It may still be somebody else's.
             return read_tensor(info).detach().clone()
-        return read_tensor(info) if self._ahead is None else next(self._ahead)[1]
+        return read_tensor(self.read_by(info)) if self._ahead is None else next(self._ahead)[1]
 
     def reader(self, source: ByteSource) -> ByteSource:
         """What a source is read by: itself, or a way past the page cache."""
