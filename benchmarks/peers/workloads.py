@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
+# Below this many bytes, a model has narrow widths rather than one layer.
+_TINY = 16 << 20
+
 
 @dataclass(frozen=True)
 class Made:
@@ -140,7 +143,7 @@ def llama(nbytes: int, dtype: torch.dtype, *, fused: bool = False, whole: bool =
     """
     from weightloaders import Convert
 
-    small = nbytes < 64 << 20
+    small = nbytes < _TINY
     hidden, inner, kv, vocab = (64, 160, 16, 256) if small else (2048, 8192, 512, 32768)
     layout = Layout()
 
@@ -186,7 +189,7 @@ def experts(nbytes: int, dtype: torch.dtype) -> Layout:
     """Qwen3-MoE: 128 experts a layer, stored one by one, which the model has stacked in three dimensions."""
     from weightloaders import Convert
 
-    small = nbytes < 64 << 20
+    small = nbytes < _TINY
     hidden, inner, count, kv, vocab = (64, 32, 8, 32, 256) if small else (1024, 384, 128, 256, 8192)
     head = 16 if small else 128
     layout = Layout()
@@ -227,7 +230,7 @@ def gpt2(nbytes: int, dtype: torch.dtype) -> Layout:
     """GPT-2's layers, of the widths of XL, stored as its Conv1D has them, into ordinary linear layers."""
     from weightloaders import Convert
 
-    hidden = 64 if nbytes < 64 << 20 else 1600
+    hidden = 64 if nbytes < _TINY else 1600
     layout = Layout()
     linears = {
         "attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1),
