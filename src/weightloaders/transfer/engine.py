@@ -16,7 +16,7 @@ from weightloaders.plan import Step, step_targets
 from weightloaders.transfer.devices import device_for
 from weightloaders.transfer.faults import faults
 from weightloaders.transfer.jobs import jobs_of
-from weightloaders.transfer.memory import bump_versions, is_dense
+from weightloaders.transfer.memory import bump_versions, is_plain
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.schedule import Schedule
@@ -135,7 +135,8 @@ class Transfer:
             direct = DirectReads(room // (8 * self._threads))
             # The caller's own thread reads, too.
             room -= direct.buffer_bytes * (self._threads + 1)
-        where = {id(target.tensor): target.tensor.device for step in steps for target in step_targets(step)}
+        tensors = [target.tensor for step in steps for target in step_targets(step)]
+        where = {id(tensor): tensor.device for tensor in tensors if not tensor.is_cpu}
         opened = {device: open_device(device) for device in set(where.values())}
         devices = {device: accelerator for device, accelerator in opened.items() if accelerator is not None}
         accelerators = {tensor: device for tensor, device in where.items() if device in devices}
@@ -182,7 +183,7 @@ class Transfer:
                 self._result.extra_memory += self._space.direct.most_held
                 self._result.notes += self._space.direct.notes
             touched = [t.tensor for step in self._steps for t in step_targets(step) if t.name in self._result.written]
-            bump_versions(tensor for tensor in touched if is_dense(tensor))
+            bump_versions(tensor for tensor in touched if is_plain(tensor) and not tensor.is_meta)
         return self._result
 
     def _check_memory(self) -> None:

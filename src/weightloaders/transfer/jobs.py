@@ -21,7 +21,7 @@ from weightloaders.mapping.placement import Constant, Placement, Source, is_empt
 from weightloaders.plan import CallStep, CopyStep, Step, makes_up_its_target, single_run
 from weightloaders.transfer.foreign import call, compute, place_of
 from weightloaders.transfer.job import Job, Piece
-from weightloaders.transfer.memory import is_dense, is_plain
+from weightloaders.transfer.memory import has_bytes, is_dense, is_plain
 from weightloaders.transfer.merging import merged
 from weightloaders.weights.info import contiguous_strides
 from weightloaders.weights.reading import native_order, read_tensor
@@ -99,7 +99,7 @@ def _check_placements(step: CopyStep) -> None:
 def _copying(step: CopyStep, space: Workspace) -> Iterable[Piece | Job]:
     tensor = step.target.tensor
     if is_plain(tensor) and tensor.is_contiguous():
-        return _into_rows(step, step.target, space)
+        return _as_it_is(step, space) or _into_rows(step, step.target, space)
     return _in_blocks(step, space) if tensor.numel() else []
 
 
@@ -187,6 +187,27 @@ def _block_job(
 
 
 # ------------------------------------------------------------------ into memory in row-major order
+
+
+def _as_it_is(step: CopyStep, space: Workspace) -> list[Piece] | None:
+    """The only piece of nearly every step: one run of a file, that lies there as it is to lie in the host's memory.
+
+    What `_into_rows` comes to there, told with a few questions: there may be a hundred thousand such steps.
+    """
+    target = step.target
+    tensor = target.tensor
+    if len(step.placements) != 1 or not tensor.is_cpu or not has_bytes(tensor):
+        return None
+    (placed,) = step.placements
+    if placed.source != 0 or not placed.is_contiguous or not tensor.numel():
+        return None
+    info = step.sources[0]
+    extent = single_run(info)
+    if extent is None or not (extent.stored_dtype is info.dtype is tensor.dtype and extent.is_native):
+        return None
+    size = tensor.element_size()
+    offset = extent.offset + placed.source_start * size
+    return [Piece(space.reader(extent.source), offset, tensor.numel() * size, target)]
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:

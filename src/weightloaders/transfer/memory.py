@@ -35,22 +35,18 @@ def wraps_others(tensor: torch.Tensor) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether bytes may be written straight into the tensor's memory."""
-    return (
-        is_plain(tensor)
-        and tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and (tensor.numel() == 0 or tensor.data_ptr() != 0)
-    )
+    return is_plain(tensor) and tensor.is_contiguous() and tensor.is_cpu and has_bytes(tensor)
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a plain tensor on the CPU holds its values as they are."""
+    return (tensor.data_ptr() != 0 or tensor.numel() == 0) and not tensor.is_neg() and not tensor.is_conj()
 
 
 def bump_versions(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that memory was written behind its back."""
     with torch.inference_mode(False):
-        for tensor in tensors:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 # ------------------------------------------------------------------ huge pages
