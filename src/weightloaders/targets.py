@@ -14,7 +14,7 @@ from weightloaders.errors import ModelError
 from weightloaders.mapping.placement import may_overlap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import nn
 
@@ -61,6 +61,7 @@ class Targets:
 
     Attributes:
         model: The model.
+        modules: See `modules_of`.
         by_name: Every name that a checkpoint may fill.
         derived: Non-persistent buffers by name: neither wanted nor unexpected.
         canonical: Name -> the first name of the same memory (itself, where it is not tied).
@@ -79,7 +80,8 @@ class Targets:
     ) -> None:
         self.model = model
         self.by_name: dict[str, Target] = {}
-        held = held_by(model)
+        self.modules = modules_of(model)
+        held = held_by(model, self.modules)
         self.derived = held.derived
         wanted: tuple[tuple[Kind, Mapping[str, torch.Tensor]], ...] = (
             ("parameter", held.parameters), ("buffer", held.buffers),
@@ -212,18 +214,23 @@ class Held(NamedTuple):
         return {**self.parameters, **self.buffers, **self.derived}
 
 
-def held_by(model: nn.Module) -> Held:
-    """The tensors that a model holds, in its own order."""
-    held = Held({}, {}, {})
-    for prefix, module in modules_of(model):
+def held_by(model: nn.Module, modules: Iterable[tuple[str, nn.Module]] | None = None) -> Held:
+    """The tensors that a model holds, in its own order.
+
+    Args:
+        model: The model.
+        modules: What `modules_of` says of it, where that is known.
+    """
+    held = parameters, buffers, derived = Held({}, {}, {})
+    for prefix, module in modules_of(model) if modules is None else modules:
         for key, parameter in module._parameters.items():  # noqa: SLF001 -- as torch's own state_dict() does
             if parameter is not None:
-                held.parameters[prefix + key] = parameter
+                parameters[prefix + key] = parameter
         if module._buffers:  # noqa: SLF001 -- the only place that tells persistent ones apart
             transient = module._non_persistent_buffers_set  # noqa: SLF001 -- as above
             for key, buffer in module._buffers.items():  # noqa: SLF001 -- as above
                 if buffer is not None:
-                    (held.derived if key in transient else held.buffers)[prefix + key] = buffer
+                    (derived if key in transient else buffers)[prefix + key] = buffer
     if type(model).named_parameters is not torch.nn.Module.named_parameters:
         # A wrapper (FSDP) that has names of its own for them.
         return held._replace(parameters=dict(model.named_parameters(remove_duplicate=False)))

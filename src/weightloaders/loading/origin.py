@@ -5,12 +5,14 @@ It is numbers and names alone. It keeps neither the model nor the checkpoint's f
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightloaders.mapping.placement import Placement, whole
 from weightloaders.plan import CallStep, CopyStep, LoadPlan, Step, listed, step_infos, step_targets
+from weightloaders.targets import held_by
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -68,13 +70,15 @@ class Recorder:
 
     def add(self, steps: Iterable[Step]) -> None:
         """Take down some steps."""
+        shapes, ways = self._shapes, self._ways
         for step in steps:
             for target in step_targets(step):
-                self._shapes[target.name] = target.shape
+                shapes[target.name] = target.shape
             if isinstance(step, CopyStep):
+                name, sources = step.target.name, step.sources
                 for placed in step.placements:
                     if isinstance(placed.source, int):
-                        self._ways[step.sources[placed.source].name].append((step.target.name, placed))
+                        ways[sources[placed.source].name].append((name, placed))
             elif isinstance(step, CallStep):
                 self._calls[step.target.name].append((step.info.name, step.shard_id))
                 self._handed.add(step.info.name)
@@ -110,11 +114,19 @@ class _Unread:
     """Tensors that no step reads."""
 
     def __init__(self, plan: LoadPlan, targets: Targets | None) -> None:
-        self._plan = plan
+        self._plan, self._targets = plan, targets
         self._dropped, self._unexpected, self._ignored = set(plan.dropped), set(plan.unexpected), set(plan.ignored)
         self._mismatched = set(plan.mismatched)
-        self._own = {} if targets is None else targets.tensors
-        self._buffers = {} if targets is None else dict(targets.model.named_buffers(remove_duplicate=False))
+
+    # Mostly all tensors are read, and neither is asked for.
+    @functools.cached_property
+    def _own(self) -> dict[str, torch.Tensor]:
+        return {} if self._targets is None else self._targets.tensors
+
+    @functools.cached_property
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        held = None if self._targets is None else held_by(self._targets.model)
+        return {} if held is None else {**held.buffers, **held.derived}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of what the model has of this name."""

@@ -16,7 +16,7 @@ from weightloaders.mapping.rules import RuleMapper
 from weightloaders.plan import LoadPlan, describe_source, step_infos, step_targets
 from weightloaders.progress import Progress
 from weightloaders.report import LoadReport
-from weightloaders.targets import Target, Targets, declared_partners, held_by, modules_of
+from weightloaders.targets import Target, Targets, declared_partners, held_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,7 +90,7 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     if context.automatic:
         mappers.append(WrapperMapper(own))
     position = len(mappers) if context.automatic else None
-    declared = ModuleMapper((module for _, module in modules_of(model)), own)
+    declared = ModuleMapper((module for _, module in targets.modules), own)
     if declared.used:
         mappers.append(declared)
         decided_by.append("the model's own declarations")
@@ -147,8 +147,10 @@ def sources_of(plan: LoadPlan) -> dict[str, str]:
     for step in plan.steps:
         infos = step_infos(step)
         described = "; ".join([describe_source(info) for info in infos[:_SHOWN]])
-        described += f"; and {len(infos) - _SHOWN} more" if len(infos) > _SHOWN else ""
-        described += f" (by {'; '.join(step.rules)})" if step.rules else ""
+        if len(infos) > _SHOWN:
+            described += f"; and {len(infos) - _SHOWN} more"
+        if step.rules:
+            described += f" (by {'; '.join(step.rules)})"
         for target in step_targets(step):
             # A parameter's own loader takes one part at a time.
             earlier = sources.get(target.name)

@@ -59,18 +59,17 @@ def run(
         LoadError: If something fails on the way; the model is marked then.
     """
     plan.raise_if_errors()
-    with collector_resumed() if _is_long_or_foreign(plan) else collector_paused():
-        return _run(plan, model, targets, context, catalogue)
-
-
-def _is_long_or_foreign(plan: LoadPlan) -> bool:
-    """Whether a plan runs code of others, or reads for so long that other threads would miss the garbage collector."""
-    if not all(isinstance(step, CopyStep) for step in plan.steps):
-        return True
-    sources = [info for step in plan.steps for info in step_infos(step)]
-    return any(info.read is not None for info in sources) or (
-        sum(extent.length for info in sources for extent in info.extents) > _MANY_BYTES
-    )
+    infos = [info for step in plan.steps for info in step_infos(step)]
+    extents = [extent for info in infos for extent in info.extents]
+    # Other threads would miss the garbage collector, were it away for long; and code of others may leave it work.
+    is_long = sum(extent.length for extent in extents) > _MANY_BYTES
+    is_foreign = any(info.read is not None for info in infos) or not all(isinstance(s, CopyStep) for s in plan.steps)
+    with collector_resumed() if is_long or is_foreign else collector_paused():
+        try:
+            return _run(plan, model, targets, context, catalogue)
+        finally:
+            # They are opened again when they are needed again.
+            close_files(frozenset(extent.source.name for extent in extents))
 
 
 def _run(
@@ -82,40 +81,36 @@ def _run(
         _check_same_model(plan, targets, now)
     hooks.before_load(plan)
     warn_of(plan)
-    try:
-        if context.verify == "sha256":
+    if context.verify == "sha256":
+        with context.timed("verify"):
+            check_sha256({id(info): info for step in plan.steps for info in step_infos(step)}.values())
+    work = groundwork(model, now, context, plan.unfilled, plan.tied)
+    with show_progress(context) as progress, marking(model) as mark:
+        with context.timed("prepare"):
+            views = mapped(plan.steps, context.device.device_of) if context.transfer.mode == "mmap" else Mapped()
+            prepared = work.lay(mark, views.twins)
+            if prepared.replaced:
+                plan.steps[:] = _for_new_objects(plan.steps, model)
+            mark.touched = mark.touched or bool(views.names)
+            views.put_in()
+        try:
+            with context.timed("transfer"):
+                moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress)
+        except BaseException as error:
+            # Ctrl-C does not say what was written.
+            mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
+            if isinstance(error, LoadError):
+                error.written = tuple(sorted({*error.written, *views.names}))
+            raise
+        _tell(views, moved)
+        mark.touched = True
+        for watch in active_watches():
+            for target in _filled_by(plan):
+                watch.filled_by_us(target.tensor)
+        if context.verify == "finite":
             with context.timed("verify"):
-                check_sha256({id(info): info for step in plan.steps for info in step_infos(step)}.values())
-        work = groundwork(model, now, context, plan.unfilled, plan.tied)
-        with show_progress(context) as progress, marking(model) as mark:
-            with context.timed("prepare"):
-                views = mapped(plan.steps, context.device.device_of) if context.transfer.mode == "mmap" else Mapped()
-                prepared = work.lay(mark, views.twins)
-                if prepared.replaced:
-                    plan.steps[:] = _for_new_objects(plan.steps, model)
-                mark.touched = mark.touched or bool(views.names)
-                views.put_in()
-            try:
-                with context.timed("transfer"):
-                    moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress)
-            except BaseException as error:
-                # Ctrl-C does not say what was written.
-                mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
-                if isinstance(error, LoadError):
-                    error.written = tuple(sorted({*error.written, *views.names}))
-                raise
-            _tell(views, moved)
-            mark.touched = True
-            for watch in active_watches():
-                for target in _filled_by(plan):
-                    watch.filled_by_us(target.tensor)
-            if context.verify == "finite":
-                with context.timed("verify"):
-                    check_finite(_filled_by(plan))
-            mark.origin = origin_of(plan, catalogue, now)
-    finally:
-        # They are opened again when they are needed again.
-        close_files(frozenset(e.source.name for step in plan.steps for info in step_infos(step) for e in info.extents))
+                check_finite(_filled_by(plan))
+        mark.origin = origin_of(plan, catalogue, now)
     before = context.phases.get("open", 0.0) + context.phases.get("plan", 0.0)
     report = report_of(plan, moved, context, prepared, before + time.perf_counter() - start)
     if not is_nested(model):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import operator
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +19,15 @@ if TYPE_CHECKING:
 
 
 def _spans(targets: Iterable[Target]) -> list[tuple[Span, Target]]:
-    spans = [(span, target) for target in targets if (span := memory_span(target.tensor)) is not None]
-    # By device, start and end; one number after the other, for comparing them all at once takes many times as long.
-    for part in (2, 1, 0):
-        spans.sort(key=lambda pair: pair[0][part])
-    return spans
+    """The memory of each, by device and then by start and end."""
+    by_device: dict[str, list[tuple[int, Span, Target]]] = defaultdict(list)
+    for target in targets:
+        span = memory_span(target.tensor)
+        if span is not None:
+            # One number is compared in a fraction of the time that two take.
+            by_device[span.device].append((span.start << 64 | span.end, span, target))
+    ordered = [sorted(spans, key=operator.itemgetter(0)) for _, spans in sorted(by_device.items())]
+    return [(span, target) for spans in ordered for _, span, target in spans]
 
 
 def covered(targets: Iterable[Target], fillers: Iterable[Target]) -> dict[str, str]:

@@ -169,8 +169,10 @@ class Placing:
         self, target: Target, shape: Sequence[int], dtype: torch.dtype, infos: Sequence[TensorInfo], rule: str = ""
     ) -> bool:
         """Whether what comes of some sources, by a rule or as they are, fits a target; else a finding says why not."""
-        of = f" (made of {len(infos)} tensor{'s' if len(infos) > 1 else ''} by {rule})" if rule else ""
         shape, wanted = tuple(shape), target.shape
+        if shape == wanted and dtype is target.dtype:
+            return True
+        of = f" (made of {len(infos)} tensor{'s' if len(infos) > 1 else ''} by {rule})" if rule else ""
         # A scalar in a file and a parameter of one element are the same thing.
         if shape != wanted and {shape, wanted} != {(), (1,)}:
             kind, (cause, hint) = "shape", cause_of_shape(target, shape, dtype, made=bool(rule))
@@ -195,6 +197,8 @@ class Placing:
 
     def _note_cast(self, target: Target, dtype: torch.dtype, info: TensorInfo) -> None:
         stored = stored_dtype(info)
+        if stored is dtype is target.dtype:
+            return
         # Codes that were multiplied by their scales were not cast.
         stored = dtype if is_codes(stored) else stored
         if stored != target.dtype or dtype != target.dtype:
@@ -329,4 +333,4 @@ def file_of(info: TensorInfo) -> str | None:
 
 def stored_dtype(info: TensorInfo) -> torch.dtype:
     """The dtype of a tensor's bytes in its source."""
-    return info.extents[0].stored_dtype if info.is_raw and info.extents else info.dtype
+    return info.extents[0].stored_dtype if info.extents else info.dtype

@@ -31,19 +31,20 @@ _set = object.__setattr__
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides of a shape, in elements."""
-    return _row_major(tuple(shape))
+    return _row_major(tuple(shape))[0]
 
 
 # Tensors are many, their shapes few.
 @functools.lru_cache(maxsize=4096)
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _row_major(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The row-major strides of a shape, and where it begins: for all that have it the same objects."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
         strides.append(step)
         step *= size or 1
     strides.reverse()
-    return tuple(strides)
+    return tuple(strides), (0,) * len(shape)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -300,12 +301,13 @@ class TensorInfo:
 
         For readers of formats that have checked all of that, of every tensor that a header has: it is taken as given.
         """
+        strides, origin = _row_major(shape)
         info = object.__new__(cls)
         _set(info, "name", name)
         _set(info, "dtype", dtype)
         _set(info, "shape", shape)
         _set(info, "read", None)
-        extent = _resolved(source, offset, length, dtype, "little", shape, _row_major(shape), (0,) * len(shape))
+        extent = _resolved(source, offset, length, dtype, "little", shape, strides, origin)
         _set(info, "extents", (extent,))
         return info
 

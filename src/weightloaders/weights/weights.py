@@ -53,7 +53,8 @@ class Weights(Mapping[str, torch.Tensor]):
                     file=info.extents[0].source.name if info.extents else None,
                 )
             catalogue[info.name] = info
-        self._catalogue = dict(sorted(catalogue.items(), key=_storage_order(catalogue)))
+        self._sources: dict[str, int] = {}
+        self._catalogue = dict(sorted(catalogue.items(), key=_storage_order(catalogue, self._sources)))
         self._close = close
         self._borrowed = borrowed
         self._closed = False
@@ -178,7 +179,7 @@ class Weights(Mapping[str, torch.Tensor]):
             if self._closed:
                 return
             self._closed = True
-        close_files(frozenset(e.source.name for info in self._catalogue.values() for e in info.extents))
+        close_files(frozenset(self._sources))
         if self._close is not None:
             self._close()
 
@@ -189,10 +190,11 @@ class Weights(Mapping[str, torch.Tensor]):
         self.close()
 
 
-def _storage_order(catalogue: Mapping[str, TensorInfo]) -> Callable[[tuple[str, TensorInfo]], Any]:
-    # Sources keep the order in which they were first named (shards in the order of the index); a tensor without
-    # extents keeps its place in the catalogue, behind those that have them.
-    rank: dict[str, int] = {}
+def _storage_order(
+    catalogue: Mapping[str, TensorInfo], rank: dict[str, int]
+) -> Callable[[tuple[str, TensorInfo]], Any]:
+    # Sources keep the order in which they were first named (shards in the order of the index), which is written down;
+    # a tensor without extents keeps its place in the catalogue, behind those that have them.
     for info in catalogue.values():
         for extent in info.extents:
             rank.setdefault(extent.source.name, len(rank))
