@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -106,8 +107,10 @@ def _run(groups: Sequence[Group], place: Path, options: argparse.Namespace, cons
                 else:
                     records += run_group(group, place, options.scale, options.runs, status.update)
             console.print(f"{time.monotonic() - start:6.0f} s  {group.key}", highlight=False)
+            if options.output is not None:
+                _write_figures(options.output, records)
         for folder in scales:
-            _remove(place / folder)
+            shutil.rmtree(place / folder)
     return records
 
 
@@ -117,20 +120,11 @@ def _write_checkpoints(name: str, groups: Sequence[Group], folder: Path, scale: 
     write(workload, workload.sized(scale), folder, formats)
 
 
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder)
-
-
 def _write_down(
     folder: Path, groups: Sequence[Group], records: Sequence[Record], results: Results, console: Console
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = _machine()
-    document = {"machine": machine, "records": records}
-    (folder / "results.json").write_text(json.dumps(document, indent=1) + "\n")
-    about = "\n".join(f"- {key}: {value}" for key, value in machine.items())
+    _write_figures(folder, records)
+    about = "\n".join(f"- {key}: {value}" for key, value in _machine().items())
     tables = as_markdown(groups, results, judge(results, groups))
     (folder / "results.md").write_text(f"# Measured\n\nBy `python -m benchmarks.peers`.\n\n{about}\n\n{tables}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -139,6 +133,14 @@ def _write_down(
     from benchmarks.peers.chart import draw
 
     draw([group for group in groups if group.drawn], results, folder)
+
+
+def _write_figures(folder: Path, records: Sequence[Record]) -> None:
+    """All raw figures, a record a line. After each group, so that a run that is ended early leaves something."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(record) for record in records)
+    text = f'{{"machine": {json.dumps(_machine())},\n "records": [\n  {lines}\n]}}\n'
+    (folder / "results.json").write_text(text)
 
 
 def _machine() -> dict[str, Any]:
