@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from weightloaders import ByteSource, Extent, TensorInfo, Weights, load_into, load_status
-from weightloaders.errors import ConfigError, LoadError
+from weightloaders.errors import ConfigError, LoadError, SourceReadError
+from weightloaders.mapping.placement import placement
+from weightloaders.plan import CopyStep
+from weightloaders.targets import Target
+from weightloaders.transfer import jobs
+from weightloaders.transfer.engine import Transfer
+from weightloaders.transfer.options import TransferOptions
+from weightloaders.weights.source import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -126,3 +141,187 @@ def test_a_storage_that_there_is_none_of_is_refused_before_anything_changes(
         load_into(filled, file, transfer=mode)
     assert load_status(filled) is None
     assert all(torch.equal(a, b) for a, b in zip(before, filled.parameters(), strict=True))
+
+
+# ------------------------------------------------------------------ memory that is not what it seems
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what is mapped read-only")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["as it is", "cast"])
+@pytest.mark.parametrize("mode", MODES)
+def test_read_only_memory_is_refused_in_every_mode_before_anything_is_written(
+    file: Path, tmp_path: Path, mode: Any, dtype: torch.dtype
+) -> None:
+    filled = model()
+    (tmp_path / "memory").write_bytes(bytes(1 << 16))
+    with (tmp_path / "memory").open("rb") as opened:
+        mapping = mmap.mmap(opened.fileno(), 1 << 16, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is read-only memory, which is what it is here for
+        memory = torch.frombuffer(mapping, dtype=dtype, count=600).view(20, 30)
+    filled[2].weight = nn.Parameter(memory, requires_grad=False)
+    remember(filled)
+    with pytest.raises(LoadError, match="can't be written") as caught:
+        load_into(filled, file, transfer=mode)
+    assert caught.value.tensor == "2.weight"
+    assert not caught.value.written
+    is_untouched(filled, caught.value)
+
+
+@pytest.mark.parametrize("mode", ["direct", "o_direct", "stream"])
+def test_a_parameter_that_is_given_less_memory_while_loading_is_an_error_and_nothing_else_is_written(
+    tmp_path: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "STRAIGHT_CHUNK", 1 << 16)
+    count = 40
+    tensors = {f"{i}.weight": torch.randn(300, 400) for i in range(count)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    filled = nn.Sequential(*(nn.Linear(400, 300, bias=False) for _ in range(count)))
+
+    def shrink(event: Any) -> None:
+        if event.done_bytes:
+            for layer in filled:
+                layer.weight.data = torch.zeros(3)
+
+    with pytest.raises(LoadError):
+        load_into(filled, tmp_path / "model.safetensors", transfer=mode, progress=shrink)
+    assert load_status(filled) == "failed"
+
+
+def test_a_storage_that_was_cut_is_an_error(file: Path) -> None:
+    filled = model()
+    filled[1].weight.untyped_storage().resize_(100)
+    with pytest.raises(LoadError, match=r"1\.weight"):
+        load_into(filled, file)
+
+
+def test_memory_that_others_see_is_filled_and_not_exchanged(file: Path) -> None:
+    stored = load_file(file)
+    filled = model()
+    filled[0].weight.data.share_memory_()
+    array = np.zeros((20, 30), dtype=np.float32)
+    filled[1].weight = nn.Parameter(torch.from_numpy(array))
+    report = load_into(filled, file, transfer="mmap")
+    assert filled[0].weight.is_shared()
+    assert np.array_equal(array, stored["1.weight"].numpy())
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in filled.named_parameters())
+    assert report.bytes_by_path == {"mapped": 2 * 2400, "straight": 2 * 2400}
+    assert "2 (sharing memory with others)" in report.notes[-1]
+
+
+def test_what_is_mapped_already_is_mapped_again(file: Path, tmp_path: Path) -> None:
+    filled = model()
+    load_into(filled, file, transfer="mmap")
+    save_file({name: torch.ones(20, 30) for name in NAMES}, tmp_path / "other.safetensors")
+    assert set(load_into(filled, tmp_path / "other.safetensors", transfer="mmap").bytes_by_path) == {"mapped"}
+    assert all(bool((parameter == 1).all()) for parameter in filled.parameters())
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_folder_whose_name_is_no_text_is_read_in_every_mode(file: Path, tmp_path: Path, mode: Any) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff\xfe")
+    folder.mkdir()
+    shutil.copy(file, folder)
+    filled = model()
+    load_into(filled, folder, transfer=mode)
+    assert all(torch.equal(p, load_file(file)[name]) for name, p in filled.named_parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Own])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_that_is_written_to_while_it_is_loaded_is_an_error_in_every_mode(
+    file: Path, mode: Any, kind: type[nn.Sequential]
+) -> None:
+    def rewrite(event: Any) -> None:
+        if event.done_bytes:
+            with file.open("r+b") as opened:
+                opened.seek(-4, os.SEEK_END)
+                opened.write(b"\0\0\0\0")
+            os.utime(file, (1, 1))
+
+    filled = model(kind)
+    if (mode, kind) == ("mmap", nn.Sequential):
+        pytest.skip("nothing is read there, and so nobody is told of progress")
+    with pytest.raises(LoadError, match="changed"):
+        load_into(filled, file, transfer=mode, progress=rewrite)
+    assert load_status(filled) == "failed"
+
+
+def test_a_parameter_that_one_thread_has_begun_counts_as_written_when_another_one_fails_before_it(
+    tmp_path: Path,
+) -> None:
+    """One read covers all of the first and the head of the second, and fails when the rest of the second is there."""
+    rest_is_there = threading.Event()
+
+    class Torn(FileSource):
+        def read_into(self, view: memoryview, offset: int) -> None:
+            raise AssertionError("not used")
+
+        most_views = 1000  # type: ignore[assignment]
+
+        def read_vectors(self, views: Any, offset: int) -> None:
+            rest_is_there.wait(20)
+            raise SourceReadError("gone", at=offset, file=self.name)
+
+    class Rest(Torn):
+        def read_into(self, view: memoryview, offset: int) -> None:
+            view[:] = bytes(len(view))
+
+    (tmp_path / "f").write_bytes(bytes(1 << 12))
+    torn = Torn(tmp_path / "f")
+    first, second = torch.ones(10), torch.ones(20)
+    names = {"a": first, "b": second}
+    targets = {name: Target(name, tensor, "parameter", True, tensor.dtype) for name, tensor in names.items()}
+    head = TensorInfo("head", torch.float32, (10,), Extent(torn, 40))
+    tail = TensorInfo("tail", torch.float32, (10,), Extent(Rest(tmp_path / "f"), 2000))
+    runs = (placement(0, 0, 0, [(10, 1, 1)]), placement(1, 0, 10, [(10, 1, 1)]))
+    steps = [
+        CopyStep.whole(targets["a"], TensorInfo("a", torch.float32, (10,), Extent(torn, 0))),
+        CopyStep(targets["b"], (head, tail), runs),
+    ]
+    version = second._version
+
+    def progress(event: Any) -> None:
+        if event.done_bytes:
+            rest_is_there.set()
+
+    with pytest.raises(LoadError, match="gone") as caught:
+        Transfer(steps, options=TransferOptions(threads=2), progress=progress).run()
+    assert not second[10:].any()
+    assert caught.value.written == ("a", "b")
+    assert second._version > version
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_child_that_was_forked_while_a_model_was_loaded_can_load_it(file: Path) -> None:
+    program = """
+        import os, sys, torch, warnings
+        from torch import nn
+        from weightloaders import load_into
+
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(*(nn.Linear(30, 20, bias=False) for _ in range(4)))
+        children = []
+
+        def fork(event):
+            if not event.done_bytes and not children:
+                children.append(os.fork())
+                if not children[0]:
+                    report = load_into(model, sys.argv[1], progress=False)
+                    os._exit(0 if len(report.loaded) == 4 else 1)
+
+        load_into(model, sys.argv[1], progress=fork)
+        print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == "0"

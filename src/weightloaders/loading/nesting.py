@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 _watches: ContextVar[tuple[tuple[nn.Module, Coverage], ...]] = ContextVar("weightloaders_watches", default=())
 _loading: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
 _lock = threading.Lock()
+
+
+def _forget_loads() -> None:
+    # In a forked child: the threads that were loading are not there, and the lock may be held by one of them.
+    global _lock
+    _lock = threading.Lock()
+    _loading.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_loads)
 
 
 def active_watches() -> list[Coverage]:

@@ -21,7 +21,7 @@ from weightloaders.targets import held_by
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.mapped import Mapped, mapped
-from weightloaders.transfer.memory import is_plain
+from weightloaders.transfer.memory import first_unwritable, is_plain
 from weightloaders.transfer.streamed import StreamedTransfer
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.collector import collector_paused, collector_resumed
@@ -79,6 +79,7 @@ def _run(
     with context.timed("prepare"):
         now = targets if targets.hold_in(model) else targets_of(model, context, targets)
         _check_same_model(plan, targets, now)
+        _check_writable(plan)
     hooks.before_load(plan)
     warn_of(plan)
     if context.verify == "sha256":
@@ -102,8 +103,9 @@ def _run(
             if isinstance(error, LoadError):
                 error.written = tuple(sorted({*error.written, *views.names}))
             raise
-        _tell(views, moved)
         mark.touched = True
+        views.check_unchanged()
+        _tell(views, moved)
         for watch in active_watches():
             for target in _filled_by(plan):
                 watch.filled_by_us(target.tensor)
@@ -165,6 +167,17 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
             f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",
             plan=plan, tensor=changed, hint="make the plan again",
         )  # fmt: skip
+
+
+def _check_writable(plan: LoadPlan) -> None:
+    """Written to by address, read-only memory would end the process."""
+    name = first_unwritable((t.name, t.tensor) for step in plan.steps for t in step_targets(step))
+    if name is not None:
+        raise LoadError(
+            f"the memory of {name} can't be written; nothing was changed",
+            tensor=name,
+            hint="it is a read-only mapping or array; copy the parameter, so that the model has memory of its own",
+        )
 
 
 def _without_aliases(steps: list[Step]) -> list[Step]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import CoverageError, LoadError, WeightLoadersError, summary
+from weightloaders.errors import CoverageError, LoadError, SourceError, WeightLoadersError, summary
 from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
 from weightloaders.loading.status import load_origin, marking
@@ -231,6 +231,10 @@ def _by_others(
             mark.touched = mark.touched or bool(touched)
             if isinstance(error, LoadError):
                 error.written = tuple(dict.fromkeys((*error.written, *touched)))
+            if isinstance(error, SourceError):
+                raise LoadError(
+                    error.message, written=touched, file=error.file, tensor=error.tensor, hint=error.hint
+                ) from error
             if isinstance(error, WeightLoadersError | KeyboardInterrupt):
                 raise
             at = f" at the tensor {watch.last_name!r}" if watch.last_name else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from weightloaders.weights.source import FileSource
 from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from weightloaders.transfer.devices import Device
     from weightloaders.transfer.job import Job
@@ -144,6 +145,8 @@ class Transfer:
         self._total = 0
         self._start = 0.0
         self._lock = threading.Lock()
+        # In how many jobs a target was begun.
+        self._begun: Counter[str] = Counter()
         self._result = Transferred()
 
     def run(self) -> Transferred:
@@ -169,7 +172,7 @@ class Transfer:
             self._check_sources()
         except WeightLoadersError as error:
             raise LoadError(
-                error.message, written=tuple(sorted(self._result.written)), file=error.file, tensor=error.tensor,
+                error.message, written=tuple(sorted(self._written())), file=error.file, tensor=error.tensor,
                 plugin=error.plugin, hint=error.hint,
             ) from error  # fmt: skip
         finally:
@@ -182,9 +185,13 @@ class Transfer:
             if self._space.direct is not None:
                 self._result.extra_memory += self._space.direct.most_held
                 self._result.notes += self._space.direct.notes
+            self._result.written = self._written()
             touched = [t.tensor for step in self._steps for t in step_targets(step) if t.name in self._result.written]
             bump_versions(tensor for tensor in touched if is_plain(tensor) and not tensor.is_meta)
         return self._result
+
+    def _written(self) -> set[str]:
+        return {name for name, jobs in self._begun.items() if jobs}
 
     def _check_memory(self) -> None:
         for target in (target for step in self._steps for target in step_targets(step)):
@@ -249,15 +256,14 @@ class Transfer:
 
     def _do(self, job: Job) -> None:
         with self._lock:
-            new = [target.name for target in job.targets if target.name not in self._result.written]
-            self._result.written.update(new)
+            self._begun.update(target.name for target in job.targets)
         try:
             with self._space.holding(job.held):
                 job.work()
         except Stopped:
             raise
         except SourceReadError as error:
-            name = self._stopped_at(job, error.at, new)
+            name = self._stopped_at(job, error.at)
             error.tensor = error.tensor or name
             raise
         except WeightLoadersError as error:
@@ -273,14 +279,15 @@ class Transfer:
             ) from error
         self._advance(job)
 
-    def _stopped_at(self, job: Job, at: int | None, new: Iterable[str]) -> str:
+    def _stopped_at(self, job: Job, at: int | None) -> str:
         """The target that a job was reading when it failed; those behind it were not touched."""
         if at is None or not job.starts:
             return job.targets[0].name
         reached = [target for target, start in zip(job.targets, job.starts, strict=True) if start <= at]
         names = {target.name for target in reached}
         with self._lock:
-            self._result.written.difference_update(name for name in new if name not in names)
+            # Another job may have begun with another part of them.
+            self._begun.subtract(target.name for target in job.targets if target.name not in names)
         return (reached or job.targets)[-1].name
 
     def _advance(self, job: Job | None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.dlpack
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightloaders.weights.info import contiguous_strides
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from weightloaders.weights.source import FileSource
 
 logger = logging.getLogger(__name__)
+
+# Those that are still there, by what tells storages apart.
+_views: dict[int, StorageWeakRef] = {}
 
 
 def map_file(source: FileSource, nbytes: int) -> torch.Tensor | str:
@@ -27,7 +31,7 @@ def map_file(source: FileSource, nbytes: int) -> torch.Tensor | str:
     source.check_unchanged()
     try:
         storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # a ValueError: a name that torch can't say
         why = f"{source.name} can't be mapped and is read: {str(error).splitlines()[0]}"
         logger.warning("%s", why)
         return why
@@ -48,4 +52,12 @@ def view_of(memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     storage = torch.utils.dlpack.from_dlpack(memory[offset : offset + nbytes]).untyped_storage()
+    _views[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- the only name that a storage has
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, contiguous_strides(shape))
+
+
+def is_view_of_file(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory came from `view_of`."""
+    for key in [key for key, reference in _views.items() if reference.expired()]:  # type: ignore[no-untyped-call]
+        _views.pop(key, None)
+    return tensor.untyped_storage()._cdata in _views  # noqa: SLF001 -- as above

@@ -51,6 +51,9 @@ class HandedTensors:
         pairs = self._mapped() if self._options.mode == "mmap" else self._ahead()
         with contextlib.closing(pairs):
             yield from pairs
+        for source in {e.source.name: e.source for info in self._infos for e in info.extents}.values():
+            if isinstance(source, FileSource):
+                source.check_unchanged()
 
     def _ahead(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
         direct = DirectReads()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.plan import CopyStep, makes_up_its_target, single_run
-from weightloaders.transfer.file_views import map_file, view_of
+from weightloaders.transfer.file_views import is_view_of_file, map_file, view_of
 from weightloaders.transfer.memory import bump_versions, is_plain
 from weightloaders.weights.source import FileSource
 
@@ -41,6 +42,7 @@ class Mapped:
     nbytes: int = 0
     warnings: list[str] = field(default_factory=list)
     note: str = ""
+    _sources: list[FileSource] = field(default_factory=list)
     _existing: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def put_in(self) -> None:
@@ -49,6 +51,16 @@ class Mapped:
             for tensor, view in self._existing:
                 tensor.data = view
         bump_versions(tensor for tensor, _ in self._existing)
+
+    def check_unchanged(self) -> None:
+        """Raise `LoadError` if a file that is mapped is not what it was."""
+        for source in self._sources:
+            try:
+                source.check_unchanged()
+            except SourceReadError as error:
+                raise LoadError(
+                    error.message, written=tuple(sorted(self.names)), file=error.file, hint=error.hint
+                ) from error
 
 
 @torch.inference_mode(False)
@@ -79,6 +91,7 @@ def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> M
             result.warnings.append(memory)
             reasons["their file can't be mapped"] += len(places)
             continue
+        result._sources.append(source)  # noqa: SLF001 -- one module
         for step, _, offset in places:
             _add(result, step.target, view_of(memory, offset, step.target.dtype, step.target.shape))
     result.note = f"{len(result.names)} parameters are mapped"
@@ -129,8 +142,11 @@ def _place(step: Step, device_of: Callable[[str], torch.device]) -> tuple[CopySt
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether nothing else is a view of a tensor's memory: it would not see the values that come into its place."""
+    """Whether nothing else has a tensor's memory: it would not see the values that come into its place."""
     storage = tensor.untyped_storage()
+    # Other processes may have what is shared, and other libraries what torch has not allocated itself.
+    if storage.is_shared() or not (storage.resizable() or is_view_of_file(tensor)):
+        return False
     # The tensor's own reference, and that of the name above.
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001 -- no public word for it
     return count is not None and count(storage._cdata) == 2  # noqa: SLF001 -- as above

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -14,6 +15,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+# Where Linux tells what the process has mapped, and how. Other systems have no such file.
+_MAPPINGS = Path("/proc/self/maps")
 # Where Linux tells of huge pages: https://docs.kernel.org/admin-guide/mm/transhuge.html. Other systems have none of it.
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 # From the kernel's mman-common.h; Python's mmap names the first only where it was built for Linux, and not the second.
@@ -47,6 +50,35 @@ def bump_versions(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that memory was written behind its back."""
     with torch.inference_mode(False):
         torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def first_unwritable(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor in memory that can't be written; None where there is none, or the system won't say.
+
+    torch makes tensors of read-only arrays and mappings, and doesn't know it; what it has allocated itself is writable.
+    """
+    foreign = [
+        (name, tensor) for name, tensor in tensors
+        if tensor.is_cpu and is_plain(tensor) and tensor.numel() and not tensor.untyped_storage().resizable()
+    ]  # fmt: skip
+    if not foreign:
+        return None
+    try:
+        lines = _MAPPINGS.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    read_only = []
+    for line in lines:
+        span, permissions, *_ = line.split()
+        if "w" not in permissions:
+            start, end = (int(address, 16) for address in span.split("-"))
+            read_only.append((start, end))
+    starts = [start for start, _ in read_only]
+    for name, tensor in foreign:
+        at = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+        if at >= 0 and tensor.data_ptr() < read_only[at][1]:
+            return name
+    return None
 
 
 # ------------------------------------------------------------------ huge pages

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightloaders.errors import LoadError
 from weightloaders.transfer.devices import enough_memory_on
 from weightloaders.transfer.job import Job, Piece
 from weightloaders.transfer.workspace import writing
@@ -107,27 +108,43 @@ def _straight_job(batch: list[Piece]) -> Job:
 
 def _read_straight(batch: Sequence[Piece]) -> None:
     source, at = batch[0].source, batch[0].offset
-    if len(batch) == 1:
-        piece = batch[0]
-        source.read_into(memory_of(piece.target.tensor)[piece.start : piece.start + piece.nbytes], piece.offset)
-        return
     views = []
+    # Held until all is read, whatever becomes of the parameters meanwhile.
+    storages = []
     end = at
     address = length = 0
-    for _, offset, nbytes, target, start, *_ in batch:
-        begin = target.tensor.data_ptr() + start
-        if offset == end and begin == address + length:
+    for piece in batch:
+        begin, storage = _memory(piece)
+        storages.append(storage)
+        if piece.offset == end and begin == address + length:
             # Neighbours in memory, too.
-            length += nbytes
+            length += piece.nbytes
         else:
             if length:
                 views.append(memory_at(address, length))
-            if offset > end:
-                views.append(_nowhere[: offset - end])
-            address, length = begin, nbytes
-        end = offset + nbytes
+            if piece.offset > end:
+                views.append(_nowhere[: piece.offset - end])
+            address, length = begin, piece.nbytes
+        end = piece.offset + piece.nbytes
     views.append(memory_at(address, length))
-    source.read_vectors(views, at)
+    if len(views) == 1:
+        source.read_into(views[0], at)
+    else:
+        source.read_vectors(views, at)
+    del storages
+
+
+def _memory(piece: Piece) -> tuple[int, torch.UntypedStorage]:
+    """Where a piece goes. Asked for at the last moment, because code of others may have exchanged the memory."""
+    tensor = piece.target.tensor
+    storage = tensor.untyped_storage()
+    first = tensor.data_ptr() + piece.start
+    start = storage.data_ptr()
+    if not start or not start <= first <= start + storage.nbytes() - piece.nbytes or not tensor.is_contiguous():
+        raise LoadError(
+            f"{piece.target.name} has less memory now, or another, than when the load began", tensor=piece.target.name
+        )
+    return first, storage
 
 
 def _buffered_job(batch: list[Piece], space: Workspace) -> Job:

@@ -20,6 +20,7 @@ from weightloaders.plan import single_run
 from weightloaders.transfer.reuse import ReusedMemory
 from weightloaders.transfer.sources import habits_for
 from weightloaders.weights.reading import enough_memory, memory_of, read_tensor
+from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -115,8 +116,14 @@ class ReadAhead:
             for i in range(self._threads)
         ]
         try:
-            for reader in readers:
-                reader.start()
+            # Those that there is room for do all of it.
+            with contextlib.suppress(RuntimeError):
+                for reader in readers[: threads_that_fit(len(readers))]:
+                    reader.start()
+            if readers and readers[0].ident is None:
+                raise LoadError(
+                    "no thread can be started to read ahead", hint="let the process have more threads, or more memory"
+                )
             for portion in self._portions:
                 yield from self._pairs_of(portion)
         finally:
