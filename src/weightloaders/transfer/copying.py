@@ -36,9 +36,7 @@ _CAST_AT_ONCE = 1 << 20
 _LOOKED_AT_CLOSELY = 16 << 10
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch converts these one by one, but to and from float32, which holds all values of the source, many at a time.
-_BY_WAY_OF_FLOAT32 = frozenset(
-    {(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float64)}
-)
+_BY_WAY_OF_FLOAT32 = frozenset({(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)})
 
 
 def copy_values(destination: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor) -> bool:
