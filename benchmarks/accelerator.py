@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written; default: a temporary folder")
     parser.add_argument("--cold", action="store_true", help="drop the page cache of the files before each load")
     parser.add_argument("--cast", action="store_true", help="load into float32")
+    parser.add_argument("--only", default="", metavar="TEXT", help="beside the limit, ways whose name has this in it")
     parser.add_argument("--json", action="store_true", help="print the medians as JSON, too")
     parser.add_argument("--one", nargs=2, metavar=("WAY", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -223,8 +224,9 @@ def main() -> None:
     if options.one:
         print(json.dumps(one_load(options.one[0], Path(options.one[1]), options.device, cast=options.cast)))
         return
-    ways = [way for way in WAYS if importlib.util.find_spec(NEEDS.get(way, "torch")) is not None]
-    for way in WAYS.keys() - ways:
+    wanted = [way for way in WAYS if options.only in way or way == LIMIT]
+    ways = [way for way in wanted if importlib.util.find_spec(NEEDS.get(way, "torch")) is not None]
+    for way in sorted({*wanted} - {*ways}):
         print(f"{way}: left out, {NEEDS[way]} is not installed")
     results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -257,10 +259,11 @@ def show(results: dict[str, list[dict[str, float]]], nbytes: int, device: str, *
     print(f"{'':38} {'seconds':>8} {'GB/s':>7} {'of the limit':>13} {'against ours':>13} {'extra host MB':>14}")
     for way, median in medians.items():
         seconds = median["seconds"]
-        mine = medians[OURS_BUILT if "from_pretrained" in way else OURS]["seconds"]
+        mine = medians.get(OURS_BUILT if "from_pretrained" in way else OURS)
+        ratio = "" if mine is None else f"{seconds / mine['seconds']:.2f}x"
         print(
             f"{way:38} {seconds:8.3f} {nbytes / 1e9 / seconds:7.2f} {medians[LIMIT]['seconds'] / seconds:12.0%} "
-            f"{seconds / mine:12.2f}x {median['extra'] / 1e6:14.0f}"
+            f"{ratio:>13} {median['extra'] / 1e6:14.0f}"
         )
     if as_json:
         print(json.dumps({"bytes": nbytes, "device": device, "ways": medians}))
