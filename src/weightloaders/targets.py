@@ -12,6 +12,7 @@ import torch
 
 from weightloaders.errors import ModelError
 from weightloaders.mapping.placement import may_overlap
+from weightloaders.weights.twins import twin_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -49,6 +50,17 @@ class Target:
     def shape(self) -> tuple[int, ...]:
         """Its sizes."""
         return tuple(self.tensor.shape)
+
+
+_TargetTwin = twin_of(Target)
+
+
+def _target(name: str, tensor: torch.Tensor, kind: Kind) -> Target:
+    twin = _TargetTwin()
+    twin.name, twin.tensor, twin.kind, twin.persistent, twin.dtype = name, tensor, kind, True, tensor.dtype
+    twin.__class__ = Target
+    target: Target = twin
+    return target
 
 
 class Targets:
@@ -89,7 +101,7 @@ class Targets:
         for kind, tensors in wanted:
             for name, tensor in tensors.items():
                 _check_can_be_filled(name, tensor)
-                self.by_name[name] = Target(name, tensor, kind, True, tensor.dtype)
+                self.by_name[name] = _target(name, tensor, kind)
         self._dtypes = dtypes or {}
         for name, dtype in self._dtypes.items():
             if name in self.by_name:

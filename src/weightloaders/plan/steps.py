@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightloaders.mapping.composing import TooManyPlacements, cover
 from weightloaders.mapping.placement import Constant, Placement, is_empty, whole
+from weightloaders.weights.twins import twin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,11 @@ class CopyStep:
     @classmethod
     def whole(cls, target: Target, info: TensorInfo, rules: tuple[str, ...] = ()) -> CopyStep:
         """A source tensor as it is."""
-        return cls(target, (info,), _as_it_is(info.numel), rules)
+        twin = _CopyStepTwin()
+        twin.target, twin.sources, twin.placements, twin.rules = target, (info,), _as_it_is(info.numel), rules
+        twin.__class__ = cls
+        step: CopyStep = twin
+        return step
 
     @classmethod
     def of(
@@ -70,6 +75,9 @@ class CallStep:
     info: TensorInfo
     shard_id: Any = None
     rules: tuple[str, ...] = ()
+
+
+_CopyStepTwin = twin_of(CopyStep)
 
 
 @functools.lru_cache(maxsize=4096)

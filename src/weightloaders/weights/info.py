@@ -15,6 +15,7 @@ import torch
 
 from weightloaders.errors import CheckpointFormatError, LoaderContractError
 from weightloaders.weights.source import ByteSource, FileSource
+from weightloaders.weights.twins import twin_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -134,6 +135,9 @@ class Extent:
         return self.byteorder == HOST_BYTEORDER or self.stored_dtype.itemsize == 1
 
 
+_ExtentTwin = twin_of(Extent)
+
+
 def _resolved(
     source: ByteSource,
     offset: int,
@@ -145,16 +149,13 @@ def _resolved(
     at: tuple[int, ...],
 ) -> Extent:
     """An extent with all its fields, which are known to be right."""
-    extent = object.__new__(Extent)
-    _set(extent, "source", source)
-    _set(extent, "offset", offset)
-    _set(extent, "length", length)
-    _set(extent, "dtype", dtype)
-    _set(extent, "byteorder", byteorder)
-    _set(extent, "shape", shape)
-    _set(extent, "strides", strides)
-    _set(extent, "at", at)
-    return extent
+    extent = _ExtentTwin()
+    extent.source, extent.offset, extent.length = source, offset, length
+    extent.dtype, extent.byteorder = dtype, byteorder
+    extent.shape, extent.strides, extent.at = shape, strides, at
+    extent.__class__ = Extent
+    resolved: Extent = extent
+    return resolved
 
 
 def _filled_in(extent: Extent, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Extent:
@@ -302,13 +303,11 @@ class TensorInfo:
         For readers of formats that have checked all of that, of every tensor that a header has: it is taken as given.
         """
         strides, origin = _row_major(shape)
-        info = object.__new__(cls)
-        _set(info, "name", name)
-        _set(info, "dtype", dtype)
-        _set(info, "shape", shape)
-        _set(info, "read", None)
-        extent = _resolved(source, offset, length, dtype, "little", shape, strides, origin)
-        _set(info, "extents", (extent,))
+        twin = _TensorInfoTwin()
+        twin.name, twin.dtype, twin.shape, twin.read = name, dtype, shape, None
+        twin.extents = (_resolved(source, offset, length, dtype, "little", shape, strides, origin),)
+        twin.__class__ = cls
+        info: TensorInfo = twin
         return info
 
     @property
@@ -334,6 +333,9 @@ class TensorInfo:
     def renamed(self, name: str) -> TensorInfo:
         """The same tensor under another name."""
         return replace(self, name=name)
+
+
+_TensorInfoTwin = twin_of(TensorInfo)
 
 
 def _check_sizes(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
