@@ -126,14 +126,14 @@ class Targets:
             ModelError: If one can't be filled any more.
         """
         now = held_by(model).everything
-        if now.keys() != self.by_name.keys() | self.derived.keys():
+        if len(now) != len(self.by_name) + sum(name not in self.by_name for name in self.derived):
             return False
         for name, target in self.by_name.items():
-            tensor = now[name]
+            tensor = now.get(name)
             if tensor is not target.tensor or (tensor.dtype != target.dtype and name not in self._dtypes):
                 return False
             _check_can_be_filled(name, tensor)
-        return all(now[name] is buffer for name, buffer in self.derived.items())
+        return all(now.get(name) is buffer for name, buffer in self.derived.items())
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
