@@ -35,6 +35,7 @@ from weightloaders import (
 from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.loaders.local import LocalLoader
 from weightloaders.loading import load_status
+from weightloaders.transfer import file_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -560,6 +561,18 @@ def test_parts_of_one_memory_stay_that(tmp_path, device):
     assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in tensors.items())
     assert model.a.untyped_storage().data_ptr() == model.b.untyped_storage().data_ptr()
     assert report.bytes_by_path == {"mapped": 32, "straight": 128}
+
+
+def test_models_that_were_mapped_and_have_gone_leave_nothing_behind(tmp_path):
+    save_file({f"w{i}": torch.zeros(2) for i in range(200)}, tmp_path / "model.safetensors")
+    for _ in range(12):
+        model = nn.Module()
+        for i in range(200):
+            model.register_parameter(f"w{i}", nn.Parameter(torch.empty(2, device="meta")))
+        load_into(model, tmp_path, transfer="mmap", progress=False)
+        # A mapped parameter is exchanged for the next one, as any other that nobody else holds.
+        assert load_into(model, tmp_path, transfer="mmap", progress=False).bytes_by_path == {"mapped": 1600}
+    assert len(file_views._views) <= 1400
 
 
 ODD: dict[str, Callable[[Path], tuple[TensorInfo, str]]] = {

@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Those that are still there, by what tells storages apart.
+# By what tells storages apart. It is not given to another one as long as there is a reference, be it a weak one.
 _views: dict[int, StorageWeakRef] = {}
+# What has gone is forgotten whenever there are twice as many, from this number on.
+_PRUNED_FROM = 1024
+_prune_at = _PRUNED_FROM
 
 
 def map_file(source: FileSource, nbytes: int) -> torch.Tensor | str:
@@ -52,12 +55,20 @@ def view_of(memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     storage = torch.utils.dlpack.from_dlpack(memory[offset : offset + nbytes]).untyped_storage()
-    _views[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- the only name that a storage has
+    _remember(storage)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, contiguous_strides(shape))
 
 
 def is_view_of_file(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory came from `view_of`."""
-    for key in [key for key, reference in _views.items() if reference.expired()]:  # type: ignore[no-untyped-call]
-        _views.pop(key, None)
-    return tensor.untyped_storage()._cdata in _views  # noqa: SLF001 -- as above
+    return tensor.untyped_storage()._cdata in _views  # noqa: SLF001 -- the only name that a storage has
+
+
+def _remember(storage: torch.UntypedStorage) -> None:
+    global _prune_at
+    _views[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- as above
+    if len(_views) > _prune_at:
+        for key, reference in list(_views.items()):
+            if reference.expired():  # type: ignore[no-untyped-call]
+                _views.pop(key, None)
+        _prune_at = max(_PRUNED_FROM, 2 * len(_views))
