@@ -207,7 +207,8 @@ def _as_it_is(step: CopyStep, space: Workspace) -> list[Piece] | None:
         return None
     size = tensor.element_size()
     offset = extent.offset + placed.source_start * size
-    return [Piece(space.reader(extent.source), offset, tensor.numel() * size, target)]
+    where = space.accelerator_of(target)
+    return [Piece(space.reader(extent.source), offset, tensor.numel() * size, target, where=where)]
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:
