@@ -393,7 +393,10 @@ def into(parameter: torch.Tensor, info: TensorInfo) -> CopyStep:
 
 
 def move(steps: list[CopyStep], late: Callable[[torch.device], Any], **options: Any) -> Transferred:
-    return Transfer(steps, open_device=late, options=TransferOptions(extra_memory="4 MiB", threads=2, **options)).run()
+    moved = Transfer(steps, open_device=late, options=TransferOptions(extra_memory="4 MiB", threads=2, **options)).run()
+    # Nothing goes past the stand-in.
+    assert "straight" not in moved.bytes_by_path
+    return moved
 
 
 @pytest.mark.parametrize("casts", [True, False], ids=["casts on the device", "casts on the host"])

@@ -137,8 +137,11 @@ class Transfer:
             # The caller's own thread reads, too.
             room -= direct.buffer_bytes * (self._threads + 1)
         tensors = [target.tensor for step in steps for target in step_targets(step)]
-        where = {id(tensor): tensor.device for tensor in tensors if not tensor.is_cpu}
-        opened = {device: open_device(device) for device in set(where.values())}
+        host = torch.device("cpu")
+        opened = {host: open_device(host)}
+        # Asking each of many tensors for its device takes long, and nearly all are the host's.
+        where = {id(tensor): tensor.device for tensor in tensors if not tensor.is_cpu or opened[host] is not None}
+        opened |= {device: open_device(device) for device in {*where.values()} - {host}}
         devices = {device: accelerator for device, accelerator in opened.items() if accelerator is not None}
         accelerators = {tensor: device for tensor, device in where.items() if device in devices}
         self._space = Workspace(handed, room, self._threads, direct, accelerators, devices)
