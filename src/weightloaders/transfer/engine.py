@@ -21,9 +21,8 @@ from weightloaders.transfer.memory import bump_versions, is_plain
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.schedule import Schedule
-from weightloaders.transfer.sources import habits_for, sources_of
+from weightloaders.transfer.sources import direct_reads, habits_for, sources_of
 from weightloaders.transfer.workspace import Stopped, Workspace
-from weightloaders.weights.direct_io import DirectReads
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.threads import threads_that_fit
@@ -130,12 +129,7 @@ class Transfer:
         self._options = options or _DEFAULT
         self._sources = sources_of(steps)
         self._threads = habits_for(self._sources, self._options).threads
-        room = self._options.extra_memory
-        direct = None
-        if self._options.mode == "o_direct":
-            direct = DirectReads(room // (8 * self._threads))
-            # The caller's own thread reads, too.
-            room -= direct.buffer_bytes * (self._threads + 1)
+        direct, room = direct_reads(self._options, self._threads)
         tensors = [target.tensor for step in steps for target in step_targets(step)]
         host = torch.device("cpu")
         opened = {host: open_device(host)}

@@ -68,8 +68,8 @@ def _extra_memory(jobs: Sequence[Job], threads: int, space: Workspace, ahead: in
     pooled = [job for job in jobs if job.pooled]
     alone = [job for job in jobs if not job.pooled]
     buffer = max((job.buffer for job in jobs), default=0)
-    # What a copy needs on its way.
-    copied = max((max(job.nbytes, job.held) for job in jobs if job.path != "straight"), default=0)
+    # What a copy needs on its way: as much as it writes, where that is little.
+    copied = max((max(job.nbytes, job.held, _written_by(job)) for job in jobs if job.path != "straight"), default=0)
     scratch = min(space.scratch_bytes, -(-copied // 64) * 64) if copied > SMALL_BYTES else 0
     threads = min(threads, len(pooled))
     # A thread keeps its buffer until all are done.
@@ -81,3 +81,7 @@ def _extra_memory(jobs: Sequence[Job], threads: int, space: Workspace, ahead: in
     at_once = buffers + min(sum(most), max([space.room, *most[:1]]))
     own = (buffer if any(job.buffer for job in alone) else 0) + scratch if alone else 0
     return max(at_once, max((job.held for job in alone), default=0) + own + ahead)
+
+
+def _written_by(job: Job) -> int:
+    return max((target.tensor.numel() * target.tensor.element_size() for target in job.targets), default=0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightloaders.plan import single_run
 from weightloaders.transfer.file_views import map_file, view_of
 from weightloaders.transfer.read_ahead import ReadAhead, naming
-from weightloaders.weights.direct_io import DirectReads
+from weightloaders.transfer.sources import direct_reads, habits_for
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 
@@ -56,19 +56,20 @@ class HandedTensors:
                 source.check_unchanged()
 
     def _ahead(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
-        direct = DirectReads()
+        sources = [extent.source for info in self._infos for extent in info.extents]
+        direct, room = direct_reads(self._options, habits_for(sources, self._options).threads)
         infos = self._infos
-        if self._options.mode == "o_direct":
+        if direct is not None:
             infos = [
                 replace(info, extents=tuple(replace(e, source=direct.source(e.source)) for e in info.extents))
                 for info in infos
             ]
             self.notes = direct.notes
-        ahead = ReadAhead(infos, self._read, self._options)
+        ahead = ReadAhead(infos, self._read, self._options.model_copy(update={"extra_memory": room}))
         with contextlib.closing(iter(ahead)) as tensors:
             for info, tensor in tensors:
                 self.bytes_read += info.bytes_stored
-                self.extra_memory = ahead.most_held + direct.most_held
+                self.extra_memory = ahead.most_held + (0 if direct is None else direct.most_held)
                 yield info, tensor
                 # What is let go of gives its memory to the next.
                 del tensor

@@ -336,6 +336,9 @@ def _through_buffer(
             place = functools.partial(_write_from_host, place, target, space)
         # What is handed out may differ from what is stored; the cast to the parameter's own dtype makes no copy.
         held = (end - start) * info.dtype.itemsize if info.dtype != extent.stored_dtype else 0
+        if any(step < 0 for placed in inside for _, step, _ in placed.dims):
+            # What is read backwards is turned around first.
+            held += (end - start) * info.dtype.itemsize
         offset, nbytes = extent.offset + start * size, (end - start) * size
         yield Piece(reader, offset, nbytes, target, 0, place, size, held, where)
 
@@ -371,6 +374,8 @@ def _cut(placed: Placement, limit: int, gap: int) -> Iterator[Placement]:
         rounds = count
     elif reach <= limit and abs(step) - reach <= gap:
         rounds = min(count, (limit - reach) // abs(step) + 1)
+        # Pieces of about one size.
+        rounds = -(-count // -(-count // rounds))
     if rounds == count and reach <= limit:
         yield placed
         return
@@ -392,7 +397,9 @@ def _place_span(
     space: Workspace,
     stored: torch.Tensor,
 ) -> None:
-    values = native_order(stored.view(extent.stored_dtype), extent).to(info.dtype)
+    values = native_order(stored.view(extent.stored_dtype), extent)
+    if info.dtype != target.tensor.dtype:
+        values = values.to(info.dtype)
     _spread(values, start, parts, target, space)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightloaders.plan import Step, step_infos
+from weightloaders.weights.direct_io import DirectReads
 from weightloaders.weights.habits import habits_of
 
 if TYPE_CHECKING:
@@ -26,3 +27,13 @@ def habits_for(sources: Iterable[ByteSource], options: TransferOptions) -> Habit
     """How these are read with these options."""
     habits = habits_of(sources, options.storage, past_page_cache=options.mode == "o_direct")
     return habits if options.threads is None else replace(habits, threads=options.threads)
+
+
+def direct_reads(options: TransferOptions, threads: int) -> tuple[DirectReads | None, int]:
+    """The way past the page cache, where it is asked for; and the extra memory that is left beside its buffers."""
+    room = options.extra_memory
+    if options.mode != "o_direct":
+        return None, room
+    direct = DirectReads(room // (8 * threads))
+    # The caller's own thread reads, too.
+    return direct, room - direct.buffer_bytes * (threads + 1)
