@@ -52,6 +52,7 @@ from weightloaders.errors import (
 )
 from weightloaders.testing.distributions import fake_distribution
 from weightloaders.testing.isolation import isolated_registry
+from weightloaders.transfer import jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -717,7 +718,11 @@ def test_a_reader_that_fails_is_named_what_was_written_listed_and_a_reload_heals
     assert load_status(model) == "loaded"
 
 
-def test_a_file_cut_short_while_it_is_read_is_named_and_marks_the_model(tmp_path: Path) -> None:
+def test_a_file_cut_short_while_it_is_read_is_named_and_marks_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than one read, so that there is something left to be read.
+    monkeypatch.setattr(jobs, "STRAIGHT_CHUNK", 64)
     save_file(reference(), tmp_path / "m.safetensors")
     model = Model()
 

@@ -134,7 +134,7 @@ def _phases(phases: Mapping[str, float]) -> str:
 
 def _faults(counted: tuple[int, int]) -> str:
     in_memory, from_disk = counted
-    told = f"; {in_memory:,} page faults" if any(counted) else ""
+    told = f"; {in_memory:,} page fault{'' if in_memory == 1 else 's'}" if any(counted) else ""
     return told + (f", {from_disk:,} from disk" if from_disk else "")
 
 

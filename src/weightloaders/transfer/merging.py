@@ -93,12 +93,17 @@ def _is_same(a: ByteSource, b: ByteSource) -> bool:
     return a is b or (type(a) is type(b) is FileSource and a.name == b.name and a.identity == b.identity)
 
 
+def _wanted(batch: list[Piece]) -> int:
+    """What counts as read: without what is read along and thrown away."""
+    return sum([piece.nbytes for piece in batch])
+
+
 def _straight_job(batch: list[Piece]) -> Job:
-    first, last = batch[0], batch[-1]
+    first = batch[0]
     return Job(
         first.source.name,
         first.offset,
-        last.offset + last.nbytes - first.offset,
+        _wanted(batch),
         tuple([piece.target for piece in batch]),
         functools.partial(_read_straight, batch),
         "straight",
@@ -153,7 +158,7 @@ def _buffered_job(batch: list[Piece], space: Workspace) -> Job:
     return Job(
         first.source.name,
         first.offset,
-        nbytes,
+        _wanted(batch),
         tuple([piece.target for piece in batch]),
         functools.partial(_read_and_place, batch, nbytes, space),
         "buffered",
@@ -178,7 +183,7 @@ def _staged_job(batch: list[Piece], space: Workspace) -> Job:
     return Job(
         first.source.name,
         first.offset,
-        nbytes,
+        _wanted(batch),
         tuple([piece.target for piece in batch]),
         functools.partial(_read_and_stage, batch, nbytes, space),
         "buffered",
