@@ -424,8 +424,10 @@ def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target
 def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:
     """One side of a copy as a view of a flat tensor, of which the first element has the address ``first``."""
     low = placed.source_range[0] if side == 1 else placed.target_start
-    sizes, steps = [dim[0] for dim in placed.dims], [abs(dim[side]) for dim in placed.dims]
-    view = flat.as_strided(sizes, steps, flat.storage_offset() + low - first)
+    # A flat tensor need not lie side by side in memory: every second element of something does not.
+    (step,) = flat.stride()
+    sizes, steps = [dim[0] for dim in placed.dims], [step * abs(dim[side]) for dim in placed.dims]
+    view = flat.as_strided(sizes, steps, flat.storage_offset() + step * (low - first))
     backwards = [at for at, dim in enumerate(placed.dims) if dim[side] < 0]
     if not backwards:
         return view
