@@ -175,3 +175,31 @@ def test_phases_are_those_of_the_last_load_alone(tmp_path: Path) -> None:
         first, second = plan.run(model), plan.run(model)
     assert "plan" not in first.phases
     assert second.phases["transfer"] <= second.seconds
+
+
+@pytest.mark.parametrize("mode", ["direct", "o_direct", "stream"])
+def test_progress_tells_the_rate_in_every_mode(tmp_path: Path, mode: Any) -> None:
+    model = nn.ModuleList(nn.Linear(300, 300, bias=False) for _ in range(3))
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    events: list[ProgressEvent] = []
+    load_into(model, tmp_path / "w.pt", transfer=mode, progress=events.append)
+    assert events[-1].done_bytes == 3 * 360_000
+    assert events[-1].bytes_per_second > 0
+    pairs = ((name, tensor.clone()) for name, tensor in model.state_dict().items())
+    load_into(model, pairs, progress=events.append)
+    assert events[-1].bytes_per_second > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_of_reads_past_the_page_cache_are_in_the_forecast(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = nn.Linear(1000, 1000, bias=False, dtype=dtype)
+    torch.save({"weight": torch.randn(1000, 1000)}, tmp_path / "w.pt")
+    with open_weights(tmp_path / "w.pt") as weights:
+        plan = plan_load(model, weights, transfer="o_direct")
+        told, report = plan.forecast, plan.run(model)
+    assert report.extra_memory <= told.extra_memory
+
+
+def test_the_rate_of_a_report_is_that_of_the_transfer() -> None:
+    report = LoadReport(bytes_read=2_000_000_000, seconds=4.0, phases={"prepare": 3.0, "transfer": 1.0})
+    assert report.bytes_per_second == 2e9

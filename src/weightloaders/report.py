@@ -86,8 +86,9 @@ class LoadReport:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes read in a second; 0 where no time was measured."""
-        return self.bytes_read / self.seconds if self.seconds > 0 else 0.0
+        """Bytes read in a second of the transfer itself, where its time is known; 0 where none was measured."""
+        seconds = self.phases.get("transfer", self.seconds)
+        return self.bytes_read / seconds if seconds > 0 else 0.0
 
     def to_json(self) -> str:
         """All fields as a JSON document."""

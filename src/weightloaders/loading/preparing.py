@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from weightloaders import hooks
@@ -122,9 +124,12 @@ def make_ties(model: nn.Module, context: LoadContext, filled: Iterable[str]) -> 
 @contextlib.contextmanager
 def show_progress(context: LoadContext) -> Iterator[Callable[[ProgressEvent], object]]:
     """Who is told about progress: the bar or function that was asked for, and the hooks."""
+    start = time.perf_counter()
     with Progress(context.progress) as shown:
 
         def tell(event: ProgressEvent) -> None:
+            if not event.seconds:
+                event = replace(event, seconds=time.perf_counter() - start)
             with apart():
                 shown(event)
                 hooks.on_progress(event)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What carrying a plan out will take.
+    """What carrying a plan out will take, by reading straight (modes ``direct`` and ``o_direct``).
+
+    In mode ``mmap`` most of it is not read at all; in mode ``stream`` whole tensors are held, those read ahead, too.
 
     Attributes:
-        bytes_to_read: Bytes that are read from the sources: what is asked of them, gaps between pieces included.
+        bytes_to_read: Bytes that are read from the sources: what is asked of them, gaps within a tensor included.
         reads: Positioned reads that this takes, one after the other or at once.
         straight: Of the bytes, those read straight into the parameters' own memory.
         buffered: Those that go through a small buffer, being cast or scattered.

@@ -14,7 +14,7 @@ from weightloaders.transfer.devices import device_for
 from weightloaders.transfer.jobs import jobs_of
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.read_ahead import ReadAhead
-from weightloaders.transfer.sources import habits_for, sources_of
+from weightloaders.transfer.sources import direct_reads, habits_for, sources_of
 from weightloaders.transfer.staging import SLOTS
 from weightloaders.transfer.workspace import Workspace
 from weightloaders.weights.reading import read_tensor
@@ -31,7 +31,8 @@ def forecast(steps: Sequence[Step], options: TransferOptions | None = None, devi
 
     Args:
         steps: The steps. One that does not make up its target is never carried out, and takes nothing.
-        options: How they will be carried out. Whatever the mode, what is told is what reading straight takes.
+        options: How they will be carried out. For the modes ``mmap`` and ``stream``, too, what is told is what reading
+            straight takes.
         devices: Where targets on meta will be.
     """
     options = options or TransferOptions()
@@ -39,7 +40,8 @@ def forecast(steps: Sequence[Step], options: TransferOptions | None = None, devi
     where = {id(t.tensor): devices.device_of(t.name) if t.tensor.is_meta else t.tensor.device for t in targets}
     accelerators = {tensor: device for tensor, device in where.items() if device_for(device) is not None}
     threads = habits_for(sources_of(steps), options).threads
-    space = Workspace(extra_memory=options.extra_memory, threads=threads, accelerators=accelerators)
+    _, room = direct_reads(options, threads)
+    space = Workspace(extra_memory=room, threads=threads, accelerators=accelerators)
     jobs = jobs_of(steps, space, unfit=lambda _: None)
     # As in `Transfer`: what code of others asks for, in the order of its jobs.
     ahead = ReadAhead([info for job in jobs for info in job.ahead], read_tensor, options)
@@ -59,7 +61,8 @@ def forecast(steps: Sequence[Step], options: TransferOptions | None = None, devi
         handed_over=by_path["handed over"],
         contiguous=contiguous,
         strided=len(pieces) - contiguous,
-        extra_memory=_extra_memory(jobs, threads, space, ahead.most_to_hold),
+        # Reads past the page cache have buffers of their own.
+        extra_memory=_extra_memory(jobs, threads, space, ahead.most_to_hold) + options.extra_memory - room,
     )
 
 
