@@ -45,9 +45,9 @@ def merged(pieces: Iterable[Piece], chunk: int, space: Workspace) -> Iterator[Jo
     for batch in _batches(straight, chunk):
         yield _straight_job(batch)
     for batch in _batches(through_buffer, space.buffer_bytes):
-        yield _buffered_job(batch, space)
+        yield _placed_job(batch, space, staged=False)
     for batch in _batches(staged, space.buffer_bytes):
-        yield _staged_job(batch, space)
+        yield _placed_job(batch, space, staged=True)
 
 
 def _batches(pieces: list[Piece], most: int) -> Iterator[list[Piece]]:
@@ -152,7 +152,8 @@ def _memory(piece: Piece) -> tuple[int, torch.UntypedStorage]:
     return first, storage
 
 
-def _buffered_job(batch: list[Piece], space: Workspace) -> Job:
+def _placed_job(batch: list[Piece], space: Workspace, *, staged: bool) -> Job:
+    """A job that reads into a buffer of the thread, on the way to an accelerator into a page-locked one."""
     first, last = batch[0], batch[-1]
     nbytes = last.offset + last.nbytes - first.offset
     return Job(
@@ -160,10 +161,11 @@ def _buffered_job(batch: list[Piece], space: Workspace) -> Job:
         first.offset,
         _wanted(batch),
         tuple([piece.target for piece in batch]),
-        functools.partial(_read_and_place, batch, nbytes, space),
+        functools.partial(_read_and_stage if staged else _read_and_place, batch, nbytes, space),
         "buffered",
         held=max([piece.held for piece in batch]),
-        buffer=nbytes,
+        buffer=0 if staged else nbytes,
+        staged=nbytes if staged else 0,
         starts=tuple([piece.offset for piece in batch]),
     )
 
@@ -175,22 +177,6 @@ def _read_and_place(batch: Sequence[Piece], nbytes: int, space: Workspace) -> No
     for piece in batch:
         if piece.place is not None:
             piece.place(buffer[piece.offset - first : piece.offset - first + piece.nbytes])
-
-
-def _staged_job(batch: list[Piece], space: Workspace) -> Job:
-    first, last = batch[0], batch[-1]
-    nbytes = last.offset + last.nbytes - first.offset
-    return Job(
-        first.source.name,
-        first.offset,
-        _wanted(batch),
-        tuple([piece.target for piece in batch]),
-        functools.partial(_read_and_stage, batch, nbytes, space),
-        "buffered",
-        held=max([piece.held for piece in batch]),
-        staged=nbytes,
-        starts=tuple([piece.offset for piece in batch]),
-    )
 
 
 def _read_and_stage(batch: Sequence[Piece], nbytes: int, space: Workspace) -> None:
