@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"left out: {way} ({package} is not installed; see benchmarks/requirements.txt)")
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         records = _run(groups, Path(place), options, console)
+    groups = tuple(group for group in (*GROUPS, *ROBUST) if any(r["group"] == group.key for r in records))
     results = Results(records)
     if options.small:
         for group in groups:
@@ -72,7 +73,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="everything tiny, once, in this process: compares values")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: the system's for such)")
     parser.add_argument("--output", type=Path, nargs="?", const=RESULTS, help="where to write figures, tables, chart")
+    parser.add_argument("--keep", action="store_true", help="keep what the output has of groups that are not measured")
     options = parser.parse_args(arguments)
+    if options.keep and options.output is None:
+        parser.error("--keep needs --output")
     if options.small:
         options.scale = TINY
     return options
@@ -92,6 +96,10 @@ def _chosen(options: argparse.Namespace) -> tuple[Group, ...]:
 
 def _run(groups: Sequence[Group], place: Path, options: argparse.Namespace, console: Console) -> list[Record]:
     records: list[Record] = []
+    if options.keep:
+        measured = {group.key for group in groups}
+        before = json.loads((options.output / "results.json").read_text())["records"]
+        records = [record for record in before if record["group"] not in measured]
     start = time.monotonic()
     # Groups of one workload follow each other, so that only one checkpoint at a time takes room.
     for name in dict.fromkeys(group.workload for group in groups):
