@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from benchmarks.peers.ways import Case, Way
 
-# How much more than the model some ways need while they load: a copy, and when cold the page cache too.
-_TOUCHED_BESIDE = {"warm": 1.1, "cold": 2.1}
+# What a load may need, for each byte of the model or of its files: when cold the page cache too.
+_TOUCHED = {"warm": 1.1, "cold": 2.1}
 _COLD_AT_MOST, _WARM_AT_LEAST = 0.01, 0.999
 
 
@@ -82,7 +82,8 @@ class Measurement:
             case.model.to_empty(device="cpu")
             for parameter in case.model.parameters():
                 torch.nn.init.zeros_(parameter)
-        memory.touch(int(self.model_bytes * _TOUCHED_BESIDE[self._task.cache]))
+        most = max(self.model_bytes, sum(file.stat().st_size for file in case.files))
+        memory.touch(int(most * _TOUCHED[self._task.cache]))
         if self._task.cache == "cold":
             share = memory.make_cold(case.files)
             if share > _COLD_AT_MOST:

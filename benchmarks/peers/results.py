@@ -202,9 +202,13 @@ def _under(group: Group, results: Results) -> Judged:
     ours = results.row(group, OURS)
     ratios = {way: results.ratio(group, way, OURS) for way in group.ways if way != OURS}
     found = {way: ratio for way, ratio in ratios.items() if ratio is not None}
-    measured = "; ".join(f"{_times(ratio)} of {way}" for way, ratio in found.items())
     failed = [way for way in ratios if (row := results.row(group, way)) is not None and row.failed]
-    measured += "".join(f"; {way} fails" for way in failed)
+    measured = "; ".join(
+        [
+            *(f"{_times(ratio)} times as fast as {way}" for way, ratio in found.items()),
+            *(f"{way} fails" for way in failed),
+        ]
+    )
     right = ours is not None and not ours.failed and bool(ours.equal)
     reached = right and all(ratio > 1 for ratio in found.values())
     return Judged(f"{group.workload} {group.condition}", "right, and ahead", measured if right else "fails", reached)
