@@ -162,7 +162,7 @@ def run_group(group: Group, root: Path, scale: float, runs: int, told: Callable[
                 following = Child(task_for(group, upcoming, root, scale)) if upcoming else None
                 record["wrong"] = child.wrong()
             except MeasurementError as error:
-                record["failed"] = str(error)
+                record["failed"] = str(error).replace(f"{root}/", "")
                 failed.add(way)
                 if following is not None and upcoming == way:
                     following.close()
