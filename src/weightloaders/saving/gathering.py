@@ -118,14 +118,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_storage(tensor: torch.Tensor, piece: Placement) -> tuple[torch.Tensor, Sequence[Placement]]:
-    """A copy out of a tensor as copies out of the memory that it is a view of, so that it need not be copied whole."""
-    if not tensor.is_contiguous():
-        laid_out = placement(0, 0, 0, zip(tensor.shape, tensor.stride(), contiguous_strides(tensor.shape), strict=True))
-        try:
-            return tensor, compose([laid_out], piece)[0]
-        except TooManyPlacements:
-            return tensor.contiguous(), [piece]
-    return tensor, [piece]
+    """A copy out of a tensor as copies out of the flat memory that it is a view of: it need not be copied whole."""
+    if tensor.is_contiguous():
+        return tensor.view(-1), [piece]
+    laid_out = placement(0, 0, 0, zip(tensor.shape, tensor.stride(), contiguous_strides(tensor.shape), strict=True))
+    try:
+        parts, _ = compose([laid_out], piece)
+    except TooManyPlacements:
+        return tensor.contiguous().view(-1), [piece]
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((reach,), (1,)), parts
 
 
 def in_files(infos: Mapping[str, TensorInfo]) -> Fetch:
