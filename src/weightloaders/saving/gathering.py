@@ -53,7 +53,7 @@ def _check_equal(written: Written, name: str, way: Placement, flat: torch.Tensor
     # The places where this tensor's elements lie, one behind the other.
     places = placement(0, way.target_start, 0, [(n, at, row) for (n, _, at), row in zip(way.dims, rows, strict=True)])
     there = fetch([(name, places)], math.prod(counts), written.values)
-    if not _same_bits(there, strided(flat, way, 1, 0).reshape(-1).to(there.device)):
+    if not _same_bits(there, strided(flat.contiguous(), way, 1, 0).reshape(-1).to(there.device)):
         raise SaveError(
             f"{written.name!r} can't be written back: its elements lie at several places in {name!r} and elsewhere, "
             "and are not the same there any more",

@@ -411,7 +411,9 @@ def _write_from_host(
 
 def _whole(info: TensorInfo, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
     values = read_tensor(info) if info.is_raw else space.read(info).detach()
-    space.write(target, lambda: _spread(values.reshape(-1), 0, parts, target, space))
+    # Not `reshape`, which leaves every second element of something what it is: a view with steps.
+    flat = values.contiguous().view(-1)
+    space.write(target, lambda: _spread(flat, 0, parts, target, space))
 
 
 def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target: Target, space: Workspace) -> None:
@@ -424,10 +426,8 @@ def _spread(values: torch.Tensor, start: int, parts: Sequence[Placement], target
 def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: int) -> torch.Tensor:
     """One side of a copy as a view of a flat tensor, of which the first element has the address ``first``."""
     low = placed.source_range[0] if side == 1 else placed.target_start
-    # A flat tensor need not lie side by side in memory: every second element of something does not.
-    (step,) = flat.stride()
-    sizes, steps = [dim[0] for dim in placed.dims], [step * abs(dim[side]) for dim in placed.dims]
-    view = flat.as_strided(sizes, steps, flat.storage_offset() + step * (low - first))
+    sizes, steps = [dim[0] for dim in placed.dims], [abs(dim[side]) for dim in placed.dims]
+    view = flat.as_strided(sizes, steps, flat.storage_offset() + low - first)
     backwards = [at for at, dim in enumerate(placed.dims) if dim[side] < 0]
     if not backwards:
         return view
