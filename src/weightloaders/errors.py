@@ -42,7 +42,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 # Names of files and tensors come from outside, and may be as long as whoever made them pleased. (A file's own name has
@@ -263,6 +263,14 @@ class LoadError(WeightLoadersError, RuntimeError):
     def __init__(self, message: str, *, written: tuple[str, ...] = (), **where: Any) -> None:
         super().__init__(message, **where)
         self.written = written
+
+    @staticmethod
+    def of(error: WeightLoadersError, written: Iterable[str]) -> LoadError:
+        """The same fault, as one of a load that had written to these parameters."""
+        return LoadError(
+            error.message, written=tuple(sorted(written)),
+            file=error.file, tensor=error.tensor, plugin=error.plugin, hint=error.hint,
+        )  # fmt: skip
 
 
 class CoverageError(LoadError):

@@ -171,7 +171,7 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
 
 def _check_writable(plan: LoadPlan) -> None:
     """Written to by address, read-only memory would end the process."""
-    name = first_unwritable((t.name, t.tensor) for step in plan.steps for t in step_targets(step))
+    name = first_unwritable((target.name, target.tensor) for target in _filled_by(plan))
     if name is not None:
         raise LoadError(
             f"the memory of {name} can't be written; nothing was changed",

@@ -232,9 +232,7 @@ def _by_others(
             if isinstance(error, LoadError):
                 error.written = tuple(dict.fromkeys((*error.written, *touched)))
             if isinstance(error, SourceError):
-                raise LoadError(
-                    error.message, written=touched, file=error.file, tensor=error.tensor, hint=error.hint
-                ) from error
+                raise LoadError.of(error, touched) from error
             if isinstance(error, WeightLoadersError | KeyboardInterrupt):
                 raise
             at = f" at the tensor {watch.last_name!r}" if watch.last_name else ""

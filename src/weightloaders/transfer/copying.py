@@ -34,7 +34,8 @@ _COLLIDING_BYTES = 2 << 10
 SMALL_BYTES = 16 << 10
 _CAST_AT_ONCE = 1 << 20
 _LOOKED_AT_CLOSELY = 16 << 10
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Numbers that are copied as they are, whatever they stand for, by their size in bytes.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # torch converts these one by one, but to and from float32, which holds all values of the source, many at a time.
 _BY_WAY_OF_FLOAT32 = frozenset({(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)})
 
@@ -57,7 +58,7 @@ def copy_values(destination: torch.Tensor, source: torch.Tensor, scratch: torch.
         return casts and made_infinities(destination, source)
     if not casts:
         # Bits are the same in any dtype, and torch doesn't copy every dtype.
-        bits = _BITS.get(source.element_size(), source.dtype)
+        bits = BITS.get(source.element_size(), source.dtype)
         destination, source = destination.view(bits), source.view(bits)
     if source.nbytes <= SMALL_BYTES or _in_step(destination, source):
         return _cast(destination, source, scratch)
@@ -83,8 +84,7 @@ def made_infinities(result: torch.Tensor, source: torch.Tensor) -> bool:
     if all(math.isfinite(float(extreme)) for extreme in torch.aminmax(result)):
         return False
     return any(
-        bool((result[box].isinf() & source[box].isfinite()).any())
-        for box in _boxes(result.shape, _box(result.shape, _order(result), _LOOKED_AT_CLOSELY))
+        bool((result[box].isinf() & source[box].isfinite()).any()) for box in boxes_of(result, _LOOKED_AT_CLOSELY)
     )
 
 
@@ -118,7 +118,7 @@ def _collides(destination: torch.Tensor, source: torch.Tensor) -> bool:
 def _in_strips(destination: torch.Tensor, source: torch.Tensor) -> None:
     box = list(source.shape)
     across = _order(destination)[0]
-    box[across] = _evenly(box[across], _LINES_AT_ONCE)
+    box[across] = evenly(box[across], _LINES_AT_ONCE)
     for part in _boxes(source.shape, box):
         destination[part].copy_(source[part])
 
@@ -134,7 +134,7 @@ def _by_way_of_scratch(destination: torch.Tensor, source: torch.Tensor, scratch:
     row = _without_collisions(math.prod(box) * size)
     if row > room:
         return _cast(destination, source, scratch)
-    box[across] = _evenly(source.shape[across], room // row)
+    box[across] = evenly(source.shape[across], room // row)
     memory, rest = scratch[:room].view(destination.dtype), scratch[room:]
     infinite = False
     for part in _boxes(source.shape, box):
@@ -186,6 +186,11 @@ def _cast(destination: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor
 # ------------------------------------------------------------------ boxes
 
 
+def boxes_of(tensor: torch.Tensor, room: int) -> Iterator[tuple[slice, ...]]:
+    """All of a tensor, in boxes of at most ``room`` elements that lie as close together as it lies in memory."""
+    return _boxes(tensor.shape, _box(tensor.shape, _order(tensor), room))
+
+
 def _order(tensor: torch.Tensor) -> list[int]:
     """The dimensions that are stepped along, the smallest steps first."""
     sizes = tensor.shape
@@ -198,12 +203,12 @@ def _box(sizes: Sequence[int], dims: Sequence[int], room: int) -> list[int]:
     """The sizes of a box of at most ``room`` elements; what comes first among ``dims`` is taken whole, if it may be."""
     box = [1] * len(sizes)
     for dim in dims:
-        box[dim] = _evenly(sizes[dim], room)
+        box[dim] = evenly(sizes[dim], room)
         room //= box[dim]
     return box
 
 
-def _evenly(size: int, limit: int) -> int:
+def evenly(size: int, limit: int) -> int:
     """The size of the fewest pieces that are no larger than the limit, all of about one size."""
     pieces = -(-size // max(1, limit))
     return -(-size // max(1, pieces))

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightloaders.targets import held_by
 from weightloaders.transfer.memory import is_plain, wraps_others
 from weightloaders.transfer.regions import Regions, View, digest
 
@@ -326,8 +327,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def finish(self, model: nn.Module) -> Covered:
         """What was filled, and how much of what was handed out was used for it."""
-        now: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        now.update(model.named_buffers(remove_duplicate=False))
+        now = held_by(model).everything
         for tensor in now.values():
             # A parameter that lives on in what was handed out uses it.
             self._used(tensor)

@@ -9,6 +9,7 @@ import torch
 
 from weightloaders.discovery import did_you_mean
 from weightloaders.errors import ConfigError
+from weightloaders.targets import held_by
 from weightloaders.transfer.devices import usable_device
 from weightloaders.weights.texts import brief
 
@@ -116,8 +117,7 @@ class DeviceMap:
         if self.entries.keys() == {""}:
             return
         known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        known.update(name for name, _ in model.named_parameters(remove_duplicate=False))
-        known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+        known.update(held_by(model).everything)
         for name in self.entries:
             if name not in known:
                 raise ConfigError(

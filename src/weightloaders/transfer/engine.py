@@ -21,10 +21,9 @@ from weightloaders.transfer.memory import bump_versions, is_plain
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.schedule import Schedule
-from weightloaders.transfer.sources import direct_reads, habits_for, sources_of
+from weightloaders.transfer.sources import check_unchanged, direct_reads, habits_for, sources_of
 from weightloaders.transfer.workspace import Stopped, Workspace
 from weightloaders.weights.reading import read_tensor
-from weightloaders.weights.source import FileSource
 from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
@@ -166,12 +165,9 @@ class Transfer:
                 self._run_pooled([job for job in jobs if job.pooled])
             self._run_here([job for job in jobs if not job.pooled])
             self._space.settle()
-            self._check_sources()
+            check_unchanged(self._sources)
         except WeightLoadersError as error:
-            raise LoadError(
-                error.message, written=tuple(sorted(self._written())), file=error.file, tensor=error.tensor,
-                plugin=error.plugin, hint=error.hint,
-            ) from error  # fmt: skip
+            raise LoadError.of(error, self._written()) from error
         finally:
             self._space.forget()
             minor, major = faults()
@@ -300,11 +296,6 @@ class Transfer:
             seconds = time.perf_counter() - self._start
             file = job.file or None if job is not None else None
             tell(self._progress, ProgressEvent(self._result.bytes_read, self._total, file, seconds))
-
-    def _check_sources(self) -> None:
-        for source in self._sources:
-            if isinstance(source, FileSource):
-                source.check_unchanged()
 
 
 class _SingleThreadedTorch:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightloaders.plan import single_run
 from weightloaders.transfer.file_views import map_file, view_of
 from weightloaders.transfer.read_ahead import ReadAhead, naming
-from weightloaders.transfer.sources import direct_reads, habits_for
+from weightloaders.transfer.sources import check_unchanged, direct_reads, habits_for, sources_in
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 
@@ -51,13 +51,10 @@ class HandedTensors:
         pairs = self._mapped() if self._options.mode == "mmap" else self._ahead()
         with contextlib.closing(pairs):
             yield from pairs
-        for source in {e.source.name: e.source for info in self._infos for e in info.extents}.values():
-            if isinstance(source, FileSource):
-                source.check_unchanged()
+        check_unchanged(sources_in(self._infos))
 
     def _ahead(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
-        sources = [extent.source for info in self._infos for extent in info.extents]
-        direct, room = direct_reads(self._options, habits_for(sources, self._options).threads)
+        direct, room = direct_reads(self._options, habits_for(sources_in(self._infos), self._options).threads)
         infos = self._infos
         if direct is not None:
             infos = [

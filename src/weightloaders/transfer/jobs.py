@@ -19,10 +19,12 @@ from weightloaders.errors import LoadError
 from weightloaders.mapping.composing import TooManyPlacements, compose, restrict
 from weightloaders.mapping.placement import Constant, Placement, Source, is_empty, placement
 from weightloaders.plan import CallStep, CopyStep, Step, makes_up_its_target, single_run
+from weightloaders.transfer.copying import BITS, evenly
 from weightloaders.transfer.foreign import call, compute, place_of
 from weightloaders.transfer.job import Job, Piece
 from weightloaders.transfer.memory import has_bytes, is_dense, is_plain
 from weightloaders.transfer.merging import merged
+from weightloaders.transfer.sources import reads_of
 from weightloaders.weights.info import contiguous_strides
 from weightloaders.weights.reading import native_order, read_tensor
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from weightloaders.weights.info import Extent, TensorInfo
 
 STRAIGHT_CHUNK = 16 << 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Pieces smaller than this are read together with what lies between them: a view of its own costs more than that.
 _SMALL = 64 << 10
 _MAX_GAP = 256 << 10
@@ -222,13 +223,11 @@ def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Pie
         info = step.sources[source]
         runs = _runs_of(info, parts)
         if runs is None:
-            reads = sum(0 not in (extent.shape or ()) for extent in info.extents)
             # Boxes are read one by one and put together.
             held = info.nbytes + max((extent.length for extent in info.extents), default=0)
             work = functools.partial(_whole, info, parts, target, space)
-            yield Job(
-                *place_of([info]), info.bytes_stored, (target,), work, "assembled", reads, held, pooled=info.is_raw
-            )
+            nbytes, reads = info.bytes_stored, reads_of(info)
+            yield Job(*place_of([info]), nbytes, (target,), work, "assembled", reads, held, pooled=info.is_raw)
             continue
         for extent, copies in runs:
             rest = copies
@@ -373,9 +372,7 @@ def _cut(placed: Placement, limit: int, gap: int) -> Iterator[Placement]:
     if step == 0:
         rounds = count
     elif reach <= limit and abs(step) - reach <= gap:
-        rounds = min(count, (limit - reach) // abs(step) + 1)
-        # Pieces of about one size.
-        rounds = -(-count // -(-count // rounds))
+        rounds = evenly(count, (limit - reach) // abs(step) + 1)
     if rounds == count and reach <= limit:
         yield placed
         return
@@ -432,4 +429,4 @@ def strided(flat: torch.Tensor, placed: Placement, side: Literal[1, 2], first: i
     if not backwards:
         return view
     # torch turns no codes around (fp8, fp4, unsigned integers), but it does their bits.
-    return view.view(_BITS.get(view.element_size(), view.dtype)).flip(backwards).view(view.dtype)
+    return view.view(BITS.get(view.element_size(), view.dtype)).flip(backwards).view(view.dtype)

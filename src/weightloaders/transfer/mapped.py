@@ -16,6 +16,7 @@ from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.plan import CopyStep, makes_up_its_target, single_run
 from weightloaders.transfer.file_views import is_view_of_file, map_file, view_of
 from weightloaders.transfer.memory import bump_versions, is_plain
+from weightloaders.transfer.sources import check_unchanged
 from weightloaders.weights.source import FileSource
 
 if TYPE_CHECKING:
@@ -54,13 +55,10 @@ class Mapped:
 
     def check_unchanged(self) -> None:
         """Raise `LoadError` if a file that is mapped is not what it was."""
-        for source in self._sources:
-            try:
-                source.check_unchanged()
-            except SourceReadError as error:
-                raise LoadError(
-                    error.message, written=tuple(sorted(self.names)), file=error.file, hint=error.hint
-                ) from error
+        try:
+            check_unchanged(self._sources)
+        except SourceReadError as error:
+            raise LoadError.of(error, self.names) from error
 
 
 @torch.inference_mode(False)

@@ -10,6 +10,7 @@ import torch
 from weightloaders.errors import LoadError
 from weightloaders.transfer.devices import enough_memory_on
 from weightloaders.transfer.job import Job, Piece
+from weightloaders.transfer.sources import MAX_GAP, read_runs
 from weightloaders.transfer.workspace import writing
 from weightloaders.weights.reading import memory_at, memory_of
 from weightloaders.weights.source import FileSource
@@ -19,11 +20,6 @@ if TYPE_CHECKING:
 
     from weightloaders.transfer.workspace import Workspace
     from weightloaders.weights.source import ByteSource
-
-# Reading this much that nobody wants costs less than a read of its own.
-MAX_GAP = 64 << 10
-# Bytes that nobody wants go here, from all threads at once.
-_nowhere = memoryview(bytearray(MAX_GAP))
 
 
 def merged(pieces: Iterable[Piece], chunk: int, space: Workspace) -> Iterator[Job]:
@@ -112,30 +108,22 @@ def _straight_job(batch: list[Piece]) -> Job:
 
 
 def _read_straight(batch: Sequence[Piece]) -> None:
-    source, at = batch[0].source, batch[0].offset
-    views = []
+    runs: list[tuple[int, memoryview]] = []
     # Held until all is read, whatever becomes of the parameters meanwhile.
     storages = []
-    end = at
-    address = length = 0
+    offset = address = length = 0
     for piece in batch:
         begin, storage = _memory(piece)
         storages.append(storage)
-        if piece.offset == end and begin == address + length:
+        if length and piece.offset == offset + length and begin == address + length:
             # Neighbours in memory, too.
             length += piece.nbytes
-        else:
-            if length:
-                views.append(memory_at(address, length))
-            if piece.offset > end:
-                views.append(_nowhere[: piece.offset - end])
-            address, length = begin, piece.nbytes
-        end = piece.offset + piece.nbytes
-    views.append(memory_at(address, length))
-    if len(views) == 1:
-        source.read_into(views[0], at)
-    else:
-        source.read_vectors(views, at)
+            continue
+        if length:
+            runs.append((offset, memory_at(address, length)))
+        offset, address, length = piece.offset, begin, piece.nbytes
+    runs.append((offset, memory_at(address, length)))
+    read_runs(batch[0].source, runs)
     del storages
 
 

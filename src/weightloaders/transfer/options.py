@@ -9,11 +9,12 @@ from pydantic import BeforeValidator, Field
 
 from weightloaders.errors import ConfigError
 from weightloaders.validation import Checked, parse_size
+from weightloaders.weights.storage import Kind  # noqa: TC001 -- pydantic looks it up when the class is made
 from weightloaders.weights.texts import brief
 
 Mode = Literal["direct", "mmap", "o_direct", "stream"]
-Storage = Literal["local", "rotational", "network", "memory"]
 
+EXTRA_MEMORY = 64 << 20
 # One thread's buffer; with less, nothing can be cast or turned around on the way.
 LEAST_EXTRA_MEMORY = 4 << 20
 _MOST_THREADS = 256
@@ -46,7 +47,8 @@ class TransferOptions(Checked):
             are read ahead, one after the other, and handed over as an iterable of pairs.
         threads: How many threads read. Default: by the storage and the processors.
         extra_memory: Most bytes to hold at one time beside the model, as a number or like ``"64 MiB"``; at least
-            4 MiB. What has to be held whole, a tensor that is computed with or handed over, may take more.
+            4 MiB. What has to be held whole, a tensor that is computed with, handed over or streamed, may take
+            more.
         storage: What the files lie on: ``"local"``, ``"rotational"``, ``"network"`` or ``"memory"``. Default: what the
             system says.
 
@@ -56,8 +58,8 @@ class TransferOptions(Checked):
 
     mode: Mode = "direct"
     threads: Annotated[int, Field(ge=1, le=_MOST_THREADS)] | None = None
-    extra_memory: Annotated[int, BeforeValidator(_extra_memory)] = 64 << 20
-    storage: Storage | None = None
+    extra_memory: Annotated[int, BeforeValidator(_extra_memory)] = EXTRA_MEMORY
+    storage: Kind | None = None
 
     @classmethod
     def of(cls, value: Any) -> TransferOptions:

@@ -18,7 +18,7 @@ import torch
 from weightloaders.errors import LoadError, WeightLoadersError
 from weightloaders.plan import single_run
 from weightloaders.transfer.reuse import ReusedMemory
-from weightloaders.transfer.sources import habits_for
+from weightloaders.transfer.sources import MAX_GAP, habits_for, read_runs, reads_of, sources_in
 from weightloaders.weights.reading import enough_memory, memory_of, read_tensor
 from weightloaders.weights.threads import threads_that_fit
 
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 _CHUNK = 4 << 20
 # Enough to keep every thread busy. What lies longer has left the processor's cache when it is wanted.
 _CHUNKS_A_THREAD = 2
-# Small neighbours are read at one go, up to this many bytes; reading a gap like this costs less than a read of its own.
+# Small neighbours are read at one go, up to this many bytes.
 _BATCH = 1 << 20
-_GAP = 64 << 10
 # A wait with a limit lets Ctrl-C through on every system.
 _PATIENCE = 0.2
 
@@ -88,8 +87,7 @@ class ReadAhead:
         # Those that threads read, in order: not begun yet, and begun with reads that nobody has taken yet.
         self._coming = deque(portion for portion in self._portions if portion.infos[0].is_raw)
         self._open: deque[tuple[_Portion, Callable[[], object]]] = deque()
-        sources = {extent.source.name: extent.source for info in infos for extent in info.extents}
-        threads = habits_for(sources.values(), options).threads
+        threads = habits_for(sources_in(infos), options).threads
         self._threads = min(threads, len(self._coming))
         self._read, self._window = read, min(options.extra_memory, threads * _CHUNKS_A_THREAD * _CHUNK)
         self._ahead = self._handed = 0
@@ -240,7 +238,7 @@ def _portions(infos: Sequence[TensorInfo]) -> Iterator[_Portion]:
         if batch and not (
             run is not None
             and run.source is batch[0].extents[0].source
-            and 0 <= run.offset - end <= _GAP
+            and 0 <= run.offset - end <= MAX_GAP
             and run.offset + run.length - start <= _BATCH
             and 2 * len(batch) + 2 <= run.source.most_views
         ):
@@ -276,7 +274,7 @@ def _reads_of(portion: _Portion) -> int:
     first = portion.infos[0]
     run = _run(first)
     if run is None:
-        return sum(0 not in (extent.shape or ()) for extent in first.extents)
+        return reads_of(first)
     return -(-run.length // _CHUNK) if run.length > _BATCH else 1
 
 
@@ -292,12 +290,6 @@ def _read_whole(portion: _Portion) -> None:
 
 
 def _read_batch(infos: Sequence[TensorInfo], tensors: Sequence[torch.Tensor]) -> None:
-    views: list[memoryview] = []
-    start = end = infos[0].extents[0].offset
-    for info, tensor in zip(infos, tensors, strict=True):
-        extent = info.extents[0]
-        if extent.offset > end:
-            views.append(memoryview(bytearray(extent.offset - end)))
-        views.append(memory_of(tensor))
-        end = extent.offset + extent.length
-    infos[0].extents[0].source.read_vectors(views, start)
+    extents = [info.extents[0] for info in infos]
+    runs = [(extent.offset, memory_of(tensor)) for extent, tensor in zip(extents, tensors, strict=True)]
+    read_runs(extents[0].source, runs)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from weightloaders.errors import LoadError, WeightLoadersError
 from weightloaders.plan import CallStep, CopyStep, Step, step_infos
 from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, tell
+from weightloaders.transfer.foreign import place_of
 from weightloaders.transfer.read_ahead import ReadAhead
-from weightloaders.transfer.sources import sources_of
+from weightloaders.transfer.sources import check_unchanged, sources_of
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import read_tensor
-from weightloaders.weights.source import FileSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ class StreamedTransfer:
             for key in needed:
                 self._takers[key].append(step)
         self._users = {key: len(takers) for key, takers in self._takers.items()}
-        self._infos = sorted(infos.values(), key=_place)
+        self._infos = sorted(infos.values(), key=lambda info: place_of([info]))
         self._without = [step for step in steps if not step_infos(step)]
         self._there: dict[int, TensorInfo] = {}
         self._held = 0
@@ -72,15 +72,10 @@ class StreamedTransfer:
         try:
             self._move(self._without)
             self._take_all()
-            for source in self._sources:
-                if isinstance(source, FileSource):
-                    source.check_unchanged()
+            check_unchanged(self._sources)
         except WeightLoadersError as error:
             written = {*self._result.written, *(error.written if isinstance(error, LoadError) else ())}
-            raise LoadError(
-                error.message, written=tuple(sorted(written)), file=error.file, tensor=error.tensor,
-                plugin=error.plugin, hint=error.hint,
-            ) from error  # fmt: skip
+            raise LoadError.of(error, written) from error
         if self._result.bytes_read:
             self._result.bytes_by_path = {"streamed": self._result.bytes_read}
         return self._result
@@ -99,7 +94,7 @@ class StreamedTransfer:
                 self._took(info)
                 result.bytes_read += info.bytes_stored
                 if self._progress is not None:
-                    tell(self._progress, ProgressEvent(result.bytes_read, total, _place(info)[0] or None))
+                    tell(self._progress, ProgressEvent(result.bytes_read, total, place_of([info])[0] or None))
         result.reads = ahead.reads
 
     def _took(self, info: TensorInfo) -> None:
@@ -124,10 +119,6 @@ class StreamedTransfer:
         # What the steps take is held here already, and was counted there once more.
         taken = sum({id(info): info.nbytes for step in steps for info in step_infos(step)}.values())
         self._result.extra_memory = max(self._result.extra_memory, self._held - taken + moved.extra_memory)
-
-
-def _place(info: TensorInfo) -> tuple[str, int]:
-    return (info.extents[0].source.name, info.extents[0].offset) if info.extents else ("", 0)
 
 
 def _own(info: TensorInfo) -> torch.Tensor:

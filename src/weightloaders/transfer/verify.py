@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import ConfigError, LoadError, SourceReadError
+from weightloaders.transfer.copying import boxes_of
 from weightloaders.weights.folder import real_path
 from weightloaders.weights.texts import read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
@@ -35,7 +36,7 @@ def check_finite(targets: Iterable[Target]) -> None:
         tensor = target.tensor.detach()
         if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
             continue
-        if not all(map(_is_finite, _parts(tensor))):
+        if not all(_is_finite(tensor[box]) for box in boxes_of(tensor, _ELEMENTS_AT_ONCE)):
             bad.append(target.name)
     if bad:
         raise LoadError(
@@ -44,16 +45,6 @@ def check_finite(targets: Iterable[Target]) -> None:
             written=tuple(written),
             hint="the checkpoint is damaged, or a cast overflowed; load it in the dtype it is stored in",
         )
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A tensor in parts of at most so many elements; none of it is copied, however it lies in memory."""
-    if tensor.numel() <= _ELEMENTS_AT_ONCE:
-        yield tensor
-        return
-    rows = max(1, _ELEMENTS_AT_ONCE * tensor.shape[0] // tensor.numel())
-    for part in tensor.split(rows):  # type: ignore[no-untyped-call]
-        yield from _parts(part[0] if rows == 1 else part)
 
 
 def _is_finite(part: torch.Tensor) -> bool:

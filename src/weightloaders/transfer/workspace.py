@@ -11,6 +11,7 @@ import torch
 
 from weightloaders.errors import LoadError
 from weightloaders.transfer.copying import SCRATCH_BYTES, SMALL_BYTES, copy_values, made_infinities, may_overflow
+from weightloaders.transfer.options import EXTRA_MEMORY
 from weightloaders.transfer.staging import SLOTS, Staging
 from weightloaders.weights.reading import read_tensor
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 # Small enough for the processor's cache, large enough that reading it is not all overhead.
 BUFFER_BYTES = 4 << 20
-EXTRA_MEMORY = 64 << 20
 
 
 class Workspace:
