@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,8 +31,12 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     TRANSFORMERS_VERBOSITY="error",
 )
-for _name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_ENDPOINT", "WEIGHTLOADERS_DISABLE"):
+for _name in ("HF_HUB_CACHE", "HF_TOKEN", "HF_ENDPOINT", "WEIGHTLOADERS_DISABLE", "WEIGHTLOADERS_STORAGE"):
     os.environ.pop(_name, None)
+# A process in the background, or under nohup, ignores these, and so would all processes that tests start and stop.
+for _signal, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+    if hasattr(signal, _signal) and signal.getsignal(getattr(signal, _signal)) is signal.SIG_IGN:
+        signal.signal(getattr(signal, _signal), _handler)
 
 
 def _is_third_party(distribution: metadata.Distribution) -> bool:

@@ -29,7 +29,7 @@ from torch import nn
 from weightloaders import load_into, load_status
 from weightloaders.errors import ModelError
 from weightloaders.transfer import memory
-from weightloaders.transfer.faults import faults, peak_resident
+from weightloaders.transfer.faults import faults
 from weightloaders.transfer.materialising import allocate, materialise
 from weightloaders.transfer.memory import _pieces, advise
 
@@ -560,20 +560,17 @@ def test_a_load_fills_fresh_parameters_at_few_faults(tmp_path: Path, device: str
 # ------------------------------------------------------------------ what the system counts
 
 
-def test_faults_and_the_peak_are_told() -> None:
+def test_faults_are_told() -> None:
     if sys.platform == "win32":
         pytest.skip("counts none")
-    (before, _), peak = faults(), peak_resident()
-    fresh = torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
+    before, _ = faults()
+    torch.empty(256 << 20, dtype=torch.uint8).fill_(1)
     assert faults()[0] > before
-    assert peak is not None
-    assert (peak_resident() or 0) >= max(peak, fresh.nbytes)
 
 
 def test_a_system_that_does_not_count_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     assert faults() == (0, 0)
-    assert peak_resident() is None
 
 
 # ------------------------------------------------------------------ how much a load needs

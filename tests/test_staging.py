@@ -335,16 +335,19 @@ def test_a_lack_of_device_memory_says_where_and_another_error_stays_as_it_is() -
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
+class Broken(LateDevice):
+    """A device that fails at whatever it is asked for."""
+
+    def stream(self) -> LateStream:
+        stream = super().stream()
+        stream.run(self._fail)
+        return stream
+
+    def _fail(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def test_a_device_that_fails_does_not_hide_the_first_error() -> None:
-    class Broken(LateDevice):
-        def stream(self) -> LateStream:
-            stream = super().stream()
-            stream.run(self._fail)
-            return stream
-
-        def _fail(self) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     target = torch.zeros(SLOT, dtype=torch.uint8)
     with pytest.raises(OSError, match="the disk"), stage(Broken()) as there:  # noqa: PT012 -- all of it is the test
         fill(there, target, numbers(SLOT))
@@ -495,15 +498,6 @@ def test_a_lack_of_page_locked_memory_is_told_in_the_report(tmp_path: Path) -> N
 
 
 def test_a_device_that_fails_fails_the_load(tmp_path: Path) -> None:
-    class Broken(LateDevice):
-        def stream(self) -> LateStream:
-            stream = super().stream()
-            stream.run(self._fail)
-            return stream
-
-        def _fail(self) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
     with pytest.raises(LoadError, match="an illegal memory access") as caught:
         move([into(torch.zeros(10), source(tmp_path / "f", torch.ones(10))[0])], lambda where: Broken())
     assert caught.value.written == ("w0",)

@@ -17,14 +17,3 @@ def faults() -> tuple[int, int]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         counted = used.ru_minflt, used.ru_majflt
     return counted
-
-
-def peak_resident() -> int | None:
-    """The most memory this process ever had resident, in bytes; None where the system does not tell (Windows)."""
-    peak = None
-    if sys.platform != "win32":
-        import resource
-
-        # macOS counts bytes, others units of 1024.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return peak

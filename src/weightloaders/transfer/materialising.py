@@ -16,7 +16,7 @@ from weightloaders.transfer.devices import enough_memory_on
 from weightloaders.transfer.memory import wraps_others
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import nn
 
@@ -43,8 +43,8 @@ def allocate(
     sharers = Counter(
         _storage_of(tensor) for tensor in (tensors[name] for name in names.values()) if not wraps_others(tensor)
     )
-    shared: dict[object, torch.Tensor] = {}
     twins: dict[int, torch.Tensor] = {}
+    maker = _Maker(device, {storage for storage, count in sharers.items() if count > 1})
     # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
     for inference in (False, True):
         with torch.inference_mode(inference):
@@ -54,7 +54,7 @@ def allocate(
                     continue
                 dtype = dtypes.get(name, old.dtype)
                 try:
-                    twins[id(old)] = _twin(name, old, device, dtype, sharers, shared)
+                    twins[id(old)] = maker.twin(name, old, dtype)
                 except (MemoryError, RuntimeError):
                     # Entered for each tensor, this would take as long as the small ones themselves.
                     what = f"tensor {name!r}, which takes {old.numel() * dtype.itemsize:,} bytes"
@@ -90,65 +90,67 @@ def _storage_of(tensor: torch.Tensor) -> object:
     return tensor.untyped_storage()._cdata  # noqa: SLF001 -- meta storages have no address
 
 
-def _twin(
-    name: str,
-    old: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    sharers: Counter[object],
-    shared: dict[object, torch.Tensor],
-) -> torch.Tensor:
-    """A tensor like a meta tensor (its class, strides, attributes, and the memory it shares), with real memory."""
-    if wraps_others(old):
-        new = _wrapper_twin(name, old, device, dtype)
-    else:
-        new = _memory_for(name, old, device, dtype, sharers, shared)
-        if isinstance(old, torch.nn.Parameter):
-            # A subclass may need arguments that only its maker knows; its class and attributes are taken over instead.
-            new = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001 -- how Parameter is made
-        elif type(old) is not torch.Tensor:
-            new = new.as_subclass(type(old))
-    if old.__dict__:
-        # What a class made of its own, above all the tensors that it holds, is not overwritten.
-        new.__dict__.update({**old.__dict__, **new.__dict__})
-    return new
+class _Maker:
+    """Makes twins of meta tensors on a device.
 
+    Args:
+        device: Where.
+        shared: The storages of which several of the tensors are views.
+    """
 
-def _memory_for(
-    name: str,
-    old: torch.Tensor,
-    device: torch.device,
-    dtype: torch.dtype,
-    sharers: Counter[object],
-    shared: dict[object, torch.Tensor],
-) -> torch.Tensor:
-    if old.layout is not torch.strided:
-        raise ModelError(f"{name} is a {old.layout} tensor on the meta device, and can't be given memory", tensor=name)
-    storage = _storage_of(old)
-    if dtype == old.dtype and sharers[storage] > 1:
-        if storage not in shared:
-            count = old.untyped_storage().nbytes() // old.element_size()
-            shared[storage] = torch.empty(count, dtype=dtype, device=device)
-        # `set_` rather than a view, so that it is a tensor in its own right.
-        new = torch.empty(0, dtype=dtype, device=device)
-        return new.set_(shared[storage].untyped_storage(), int(old.storage_offset()), old.shape, old.stride())
-    if old.is_contiguous():
-        return torch.empty(old.shape, dtype=dtype, device=device)
-    # As torch itself would lay it out: dense ones keep their strides (channels last, transposed), others don't.
-    return torch.empty_strided(old.shape, torch.empty_like(old).stride(), dtype=dtype, device=device)
+    def __init__(self, device: torch.device, shared: Collection[object]) -> None:
+        self._device, self._shared = device, shared
+        # What was made for these storages so far.
+        self._made: dict[object, torch.Tensor] = {}
 
+    def twin(self, name: str, old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor like a meta tensor (its class, strides, attributes, and the memory it shares), with real memory."""
+        if wraps_others(old):
+            new = self._wrapper(name, old, dtype)
+        else:
+            new = self._memory_for(name, old, dtype)
+            if isinstance(old, torch.nn.Parameter):
+                # A subclass may need arguments that only its maker knows; its class and attributes are taken over
+                # instead.
+                new = torch.Tensor._make_subclass(type(old), new, old.requires_grad)  # noqa: SLF001 -- how Parameter is made
+            elif type(old) is not torch.Tensor:
+                new = new.as_subclass(type(old))
+        if old.__dict__:
+            # What a class made of its own, above all the tensors that it holds, is not overwritten.
+            new.__dict__.update({**old.__dict__, **new.__dict__})
+        return new
 
-def _wrapper_twin(name: str, old: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The same for a class that holds other tensors: only it knows how to make one of its kind."""
-    try:
-        new = torch.empty_like(old, dtype=dtype, device=device)
-        if isinstance(old, torch.nn.Parameter):
-            new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-    except Exception as error:
-        raise ModelError(
-            f"{name} is a {type(old).__name__} on the meta device, which can't be given memory: {error}", tensor=name
-        ) from error
-    return new
+    def _memory_for(self, name: str, old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        device = self._device
+        if old.layout is not torch.strided:
+            raise ModelError(
+                f"{name} is a {old.layout} tensor on the meta device, and can't be given memory", tensor=name
+            )
+        storage = _storage_of(old)
+        if dtype == old.dtype and storage in self._shared:
+            if storage not in self._made:
+                count = old.untyped_storage().nbytes() // old.element_size()
+                self._made[storage] = torch.empty(count, dtype=dtype, device=device)
+            # `set_` rather than a view, so that it is a tensor in its own right.
+            new = torch.empty(0, dtype=dtype, device=device)
+            return new.set_(self._made[storage].untyped_storage(), int(old.storage_offset()), old.shape, old.stride())
+        if old.is_contiguous():
+            return torch.empty(old.shape, dtype=dtype, device=device)
+        # As torch itself would lay it out: dense ones keep their strides (channels last, transposed), others don't.
+        return torch.empty_strided(old.shape, torch.empty_like(old).stride(), dtype=dtype, device=device)
+
+    def _wrapper(self, name: str, old: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same for a class that holds other tensors: only it knows how to make one of its kind."""
+        try:
+            new = torch.empty_like(old, dtype=dtype, device=self._device)
+            if isinstance(old, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+        except Exception as error:
+            raise ModelError(
+                f"{name} is a {type(old).__name__} on the meta device, which can't be given memory: {error}",
+                tensor=name,
+            ) from error
+        return new
 
 
 def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
