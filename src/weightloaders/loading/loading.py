@@ -181,7 +181,7 @@ def _load_by_plan(model: nn.Module, weights: Weights, context: LoadContext) -> L
     with context.timed("plan"):
         targets = targets_of(model, context)
         plan = _plan(model, weights, targets, context)
-    return run(plan, model, targets, context, weights.infos())
+    return run(plan, model, targets, context, weights)
 
 
 def make_plan(model: nn.Module, weights: Weights, context: LoadContext) -> LoadPlan:
@@ -220,7 +220,7 @@ def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadC
         check_is_module(model)
         with alone(model):
             weights.check_open()
-            report = run(plan, model, targets, context.changed(phases={}), weights.infos())
+            report = run(plan, model, targets, context.changed(phases={}), weights)
             make_ties(model, context, report.loaded)
             return report
 

@@ -29,7 +29,7 @@ from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -37,14 +37,13 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport
     from weightloaders.targets import Target, Targets
     from weightloaders.transfer.engine import ProgressEvent
+    from weightloaders.weights.weights import Weights
 
 # Moving more than this takes longer than looking through a plan, however many tensors it is of.
 _MANY_BYTES = 1 << 30
 
 
-def run(
-    plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, catalogue: Sequence[TensorInfo]
-) -> LoadReport:
+def run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, weights: Weights) -> LoadReport:
     """Carry a plan out.
 
     Args:
@@ -52,7 +51,7 @@ def run(
         model: The model it was made for.
         targets: What the model wanted filled when the plan was made.
         context: What was asked for.
-        catalogue: What the source holds.
+        weights: What the source holds.
 
     Raises:
         PlanError: If the plan has errors, a hook refuses, or the model is not what it was; nothing was touched.
@@ -66,15 +65,13 @@ def run(
     is_foreign = any(info.read is not None for info in infos) or not all(isinstance(s, CopyStep) for s in plan.steps)
     with collector_resumed() if is_long or is_foreign else collector_paused():
         try:
-            return _run(plan, model, targets, context, catalogue)
+            return _run(plan, model, targets, context, weights)
         finally:
             # They are opened again when they are needed again.
             close_files(frozenset(extent.source.name for extent in extents))
 
 
-def _run(
-    plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, catalogue: Sequence[TensorInfo]
-) -> LoadReport:
+def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, weights: Weights) -> LoadReport:
     start = time.perf_counter()
     with context.timed("prepare"):
         now = targets if targets.hold_in(model) else targets_of(model, context, targets)
@@ -96,7 +93,7 @@ def _run(
             views.put_in()
         try:
             with context.timed("transfer"):
-                moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress)
+                moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress, weights)
         except BaseException as error:
             # Ctrl-C does not say what was written.
             mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
@@ -112,7 +109,7 @@ def _run(
         if context.verify == "finite":
             with context.timed("verify"):
                 check_finite(_filled_by(plan))
-        mark.origin = origin_of(plan, catalogue, now)
+        mark.origin = origin_of(plan, weights.infos(), now)
     before = context.phases.get("open", 0.0) + context.phases.get("plan", 0.0)
     report = report_of(plan, moved, context, prepared, before + time.perf_counter() - start)
     if not is_nested(model):
@@ -137,9 +134,17 @@ def _tell(views: Mapped, moved: Transferred) -> None:
 
 
 def _transfer(
-    steps: list[Step], model: nn.Module, context: LoadContext, progress: Callable[[ProgressEvent], object]
+    steps: list[Step],
+    model: nn.Module,
+    context: LoadContext,
+    progress: Callable[[ProgressEvent], object],
+    weights: Weights,
 ) -> Transferred:
-    kind = StreamedTransfer if context.transfer.mode == "stream" else Transfer
+    kind: Callable[..., Transfer | StreamedTransfer] = Transfer
+    if weights.stream is not None:
+        kind = partial(StreamedTransfer, stream=weights.stream, borrowed=weights.borrowed)
+    elif context.transfer.mode == "stream":
+        kind = StreamedTransfer
     called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
     if not called:
         return kind(steps, options=context.transfer, progress=progress).run()

@@ -83,7 +83,7 @@ def load_by_model(
     if isinstance(weights, Weights):
         weights.check_open()
         infos = weights.infos()
-        plan.skipped_files = dict(weights.skipped_files)
+        plan.skipped_files, plan.catalogue = dict(weights.skipped_files), tuple(infos)
     if context.verify == "sha256":
         check_sha256(infos)
     moved = Transferred()
@@ -173,9 +173,9 @@ def load_by_loader(model: nn.Module, loader: Any, weights: Any, context: LoadCon
     who = f"{type(loader).__name__}.load_weights"
     plan = LoadPlan(decided_by=[f"the loader's own load_weights ({who})"])
     if isinstance(weights, Weights):
-        plan.skipped_files = dict(weights.skipped_files)
+        plan.skipped_files, plan.catalogue = dict(weights.skipped_files), tuple(weights.infos())
     if context.verify == "sha256":
-        check_sha256(weights.infos() if isinstance(weights, Weights) else ())
+        check_sha256(plan.catalogue)
     moved = Transferred()
 
     def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> object:

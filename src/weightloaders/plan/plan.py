@@ -86,6 +86,13 @@ class LoadPlan:
         return list(dict.fromkeys(target.name for step in self.steps for target in step_targets(step)))
 
     @property
+    def tensors_read(self) -> list[TensorInfo]:
+        """The source's tensors that running the plan reads; where code of others does the load, all that there are."""
+        if not self.steps:
+            return list(self.catalogue)
+        return list({id(info): info for step in self.steps for info in step_infos(step)}.values())
+
+    @property
     def forecast(self) -> Forecast:
         """Bytes, reads and memory that running the plan will take. What is on meta is thought of as on the CPU."""
         if self._forecast is None:

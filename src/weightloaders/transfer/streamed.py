@@ -1,4 +1,7 @@
-"""Mode ``stream``: steps are carried out with whole tensors, as these are read ahead in the order of their files."""
+"""Steps carried out with whole tensors, as these come: read ahead in the order of their files, or from their source.
+
+The first is the mode ``stream``, the second the way of sources that have one of their own to read many tensors.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, 
 from weightloaders.transfer.foreign import place_of
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.sources import check_unchanged, sources_of
+from weightloaders.transfer.supplied import Supplied
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import read_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
@@ -33,6 +37,8 @@ class StreamedTransfer:
         options: How.
         progress: Called after each tensor.
         handed: Told of each tensor that goes to foreign code.
+        stream: The source's own way; see `weightloaders.Weights.describe`.
+        borrowed: Whether the tensors that it hands out are reused.
     """
 
     def __init__(
@@ -42,8 +48,11 @@ class StreamedTransfer:
         options: TransferOptions,
         progress: Callable[[ProgressEvent], object] | None = None,
         handed: Callable[[str, torch.Tensor], object] | None = None,
+        stream: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]] | None = None,
+        borrowed: bool = False,
     ) -> None:
         self._options, self._progress, self._handed = options, progress, handed
+        self._stream, self._borrowed = stream, borrowed
         self._sources = sources_of(steps)
         self._result = Transferred()
         infos: dict[int, TensorInfo] = {}
@@ -82,20 +91,22 @@ class StreamedTransfer:
 
     def _take_all(self) -> None:
         result, total = self._result, sum(info.bytes_stored for info in self._infos)
-        ahead = ReadAhead(self._infos, _own, self._options)
+        source = (
+            ReadAhead(self._infos, _own, self._options) if self._stream is None else Supplied(self._infos, self._stream)
+        )
         # Who fails leaves threads behind that read ahead.
-        with contextlib.closing(iter(ahead)) as tensors:
+        with contextlib.closing(iter(source)) as tensors:
             for info, tensor in tensors:
                 self._there[id(info)] = TensorInfo(info.name, info.dtype, info.shape, read=partial(_itself, tensor))
                 # What is no longer needed gives its memory to the next.
                 del tensor
-                result.extra_memory = max(result.extra_memory, self._held + ahead.most_held)
+                result.extra_memory = max(result.extra_memory, self._held + source.most_held)
                 self._held += info.nbytes
                 self._took(info)
                 result.bytes_read += info.bytes_stored
                 if self._progress is not None:
                     tell(self._progress, ProgressEvent(result.bytes_read, total, place_of([info])[0] or None))
-        result.reads = ahead.reads
+        result.reads = source.reads
 
     def _took(self, info: TensorInfo) -> None:
         ready = []
@@ -109,6 +120,10 @@ class StreamedTransfer:
                 self._users[key] -= 1
                 if not self._users[key]:
                     self._held -= self._there.pop(key).nbytes
+        if self._borrowed and id(info) in self._there:
+            # It waits for others, and its source reads the next one into its memory.
+            copy = read_tensor(self._there[id(info)]).detach().clone()
+            self._there[id(info)] = TensorInfo(info.name, info.dtype, info.shape, read=partial(_itself, copy))
 
     def _move(self, steps: Sequence[Step]) -> None:
         if not steps:

@@ -14,7 +14,7 @@ from weightloaders.weights.reading import checked_read, enough_memory, no_plain_
 from weightloaders.weights.source import close_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -30,6 +30,8 @@ class Weights(Mapping[str, torch.Tensor]):
         metadata: What the source says about itself, as text (safetensors' ``__metadata__``, for one).
         skipped_files: Files of the source that were left out, each with the reason.
         notes: Remarks for the report: sentences about how the source was read.
+        borrowed: Whether tensors that ``read`` and `stream` hand out are reused.
+        stream: The source's own way to read many tensors; see `describe`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Weights(Mapping[str, torch.Tensor]):
         metadata: Mapping[str, str] | None = None,
         skipped_files: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
+        stream: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]] | None = None,
     ) -> None:
         catalogue: dict[str, TensorInfo] = {}
         for info in infos:
@@ -56,7 +59,8 @@ class Weights(Mapping[str, torch.Tensor]):
         self._sources: dict[str, int] = {}
         self._catalogue = dict(sorted(catalogue.items(), key=_storage_order(catalogue, self._sources)))
         self._close = close
-        self._borrowed = borrowed
+        self.borrowed = borrowed
+        self.stream = stream
         self._closed = False
         # Format readers that are not ours rarely expect to be called by two threads at once.
         self._read_lock = threading.Lock()
@@ -75,21 +79,29 @@ class Weights(Mapping[str, torch.Tensor]):
         metadata: Mapping[str, str] | None = None,
         skipped_files: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
+        stream: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]] | None = None,
     ) -> Weights:
         """Make weights from a catalogue: the ten-line route for loader authors.
 
         Args:
             infos: One `TensorInfo` a tensor.
             close: Called once when the weights are closed.
-            borrowed: The tensors that ``read`` returns are reused or belong to somebody else: copy what is handed out.
+            borrowed: The tensors that ``read`` returns and ``stream`` yields are reused or belong to somebody else:
+                what is handed out, or waits for others, is copied.
             metadata: Text about the source.
             skipped_files: Files left out, with the reason.
             notes: Remarks for the report.
+            stream: For a source that reads many tensors faster than one after the other by their ``read``: given names,
+                yields ``(name, tensor)`` for each of them, in an order of its own. A load whose plan has been checked
+                asks it once, for all that it needs; single tensors are still had by ``read``.
 
         Raises:
             DuplicateTensorError: If a name occurs twice.
         """
-        return cls(infos, close=close, borrowed=borrowed, metadata=metadata, skipped_files=skipped_files, notes=notes)
+        return cls(
+            infos, close=close, borrowed=borrowed, metadata=metadata, skipped_files=skipped_files, notes=notes,
+            stream=stream,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{sum(i.nbytes for i in self._catalogue.values()):,} bytes"
@@ -144,7 +156,7 @@ class Weights(Mapping[str, torch.Tensor]):
             return read_tensor(info)
         with self._read_lock:
             tensor = checked_read(info)
-            if not self._borrowed:
+            if not self.borrowed:
                 return tensor
             with enough_memory(name, info.nbytes):
                 # Detached: a copy of a model's own parameter is data, not a step of its autograd graph.
