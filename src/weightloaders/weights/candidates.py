@@ -18,6 +18,7 @@ from weightloaders.weights.file_names import (
     is_consolidated,
     is_training_state,
     natural,
+    of_a_rank,
     suffix_of,
     variant_of,
 )
@@ -158,6 +159,9 @@ def _reason_against(subject: str, family: Family | None, listing: Listing, wante
         return "it is the state of an optimizer or trainer"
     if is_adapter(subject) and not any(word in (wanted.file_pattern or "").lower() for word in ("adapter", "lora")):
         return "it is an adapter, not the checkpoint itself"
+    of_rank = of_a_rank(subject)
+    if of_rank and not picked:
+        return f"it is {of_rank}"
     if family == "torch" and is_raw(subject, listing):
         return "it holds raw values described by meta.txt, which the loader 'binary' reads"
     if not picked and family not in wanted.families:

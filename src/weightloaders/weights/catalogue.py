@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from weightloaders.errors import DuplicateTensorError, IncompleteCheckpointError
 from weightloaders.weights.collector import collector_paused
+from weightloaders.weights.parts import is_set_of_parts, whole_tensors
 from weightloaders.weights.reading import same_values
 from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_header, understand_header
 from weightloaders.weights.source import close_files
@@ -17,13 +18,14 @@ from weightloaders.weights.torch_zip import read_torch
 from weightloaders.weights.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import Any
 
     from weightloaders.weights.files import Selection
     from weightloaders.weights.index import Index
     from weightloaders.weights.info import TensorInfo
     from weightloaders.weights.source import ByteSource
+    from weightloaders.weights.tensor_parallel import Way
 
 # Headers are short and far away at worst (a network file system, a hub): waiting is what threads save here.
 _THREADS = 16
@@ -37,16 +39,20 @@ def catalogue(
     max_header_bytes: int | None = None,
     key: str | None = None,
     safe_globals: Sequence[Any] = (),
+    way_of: Callable[[str], Way | None] | None = None,
 ) -> Weights:
-    """Open the headers of the chosen files and say what they hold together. No tensor is read, save for one case.
+    """Open the headers of the chosen files and say what they hold together. No tensor is read, save for two cases.
 
-    Where there is no index and two files have a tensor of one name, the two are compared, in bounded memory.
+    Where there is no index and two files have a tensor of one name, the two are compared, in bounded memory; and so is
+    what all tensor-parallel parts hold whole.
 
     Args:
         selection: The files.
         max_header_bytes: A longer safetensors header is refused; None for the safetensors package's own limit.
         key: For torch files: the path to the state dict within each.
         safe_globals: For torch files: what a pickle may use beyond torch's own list.
+        way_of: How the parts of each tensor are put together, where the files are tensor-parallel parts; None takes
+            only those for parts that are called so, and leaves the ways to their shapes.
 
     Raises:
         IncompleteCheckpointError: If a tensor is not in the file that the index names.
@@ -58,7 +64,10 @@ def catalogue(
     else:
         contents = _read_pickles(selection, key, safe_globals)
     notes = [*selection.notes, *(note for content in contents.values() for note in content.notes)]
-    if selection.index is None:
+    if selection.index is None and (way_of or is_set_of_parts(selection.files)):
+        held = {file: content.infos for file, content in contents.items()}
+        infos = whole_tensors(selection, held, way_of or _undeclared, notes)
+    elif selection.index is None:
         infos = _merged({file: content.infos for file, content in contents.items()}, notes)
     else:
         infos = _as_indexed(selection, selection.index, contents, notes)
@@ -68,6 +77,10 @@ def catalogue(
     # By name, for not every tensor says where it is read from: sparse and compressed ones have no extents.
     close = partial(close_files, frozenset(content.place for content in contents.values()))
     return Weights.describe(infos, close, metadata=metadata, skipped_files=selection.skipped, notes=notes)
+
+
+def _undeclared(_: str) -> None:
+    return None
 
 
 @dataclass(frozen=True)

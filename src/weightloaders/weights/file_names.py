@@ -22,8 +22,22 @@ OTHER_FORMATS = {
     ".h5": "TensorFlow's, which no loader here reads",
     ".msgpack": "Flax's, which no loader here reads",
     ".onnx": "ONNX, which no loader here reads",
-    ".distcp": "torch.distributed.checkpoint's; turn it into one file with torch.distributed.checkpoint.format_utils",
+    ".distcp": "torch.distributed.checkpoint's, which the loader 'dcp' (package weightloaders-dcp) reads",
 }
+
+# What a rank of several wrote for itself: slices under the names of whole tensors, which nobody must take for these.
+_OF_A_RANK = (
+    (
+        re.compile(r"model-rank-\d+-part-\d+\.safetensors"),
+        "a rank's part of vLLM's sharded state, which the loader 'sharded_state' (package weightloaders-dcp) reads",
+    ),
+    (
+        re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
+        "a rank's part of torch.distributed.checkpoint's, which the loader 'dcp' (package weightloaders-dcp) reads",
+    ),
+)
+# Meta's tensor-parallel parts.
+_PART = re.compile(r"consolidated\.(\d{1,4})\.(pth|pt)", re.IGNORECASE)
 
 # What trainers (transformers, accelerate, DeepSpeed) write beside a model.
 _TRAINING_STATE = re.compile(
@@ -75,6 +89,17 @@ def is_adapter(name: str) -> bool:
 def is_consolidated(name: str) -> bool:
     """Whether it is the second copy, with the original code's names, that some repositories carry."""
     return re.match(r"consolidated(?![a-z0-9])", name, re.IGNORECASE) is not None
+
+
+def part_number(name: str) -> int | None:
+    """The number of a tensor-parallel part, 1 for ``consolidated.01.pth``; None where the name is no part's."""
+    match = _PART.fullmatch(name)
+    return match and int(match[1])
+
+
+def of_a_rank(name: str) -> str | None:
+    """What a file is that one rank of several wrote for itself, and who reads it; None where the name is no such."""
+    return next((what for pattern, what in _OF_A_RANK if pattern.fullmatch(name)), None)
 
 
 class Number(NamedTuple):

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 # The answer for a file that is what a reader of safetensors expects.
 SAFETENSORS = "a safetensors file"
+TAR = "a tar archive"
 
 _HEAD_BYTES = 4096
 _QUOTED_CHARACTERS = 80
@@ -64,7 +65,7 @@ def describe_content(source: ByteSource) -> str | None:
     if re.match(rb"\x80[\x02-\x05]", head):
         return "a Python pickle"
     if head[257:262] == b"ustar":
-        return "a tar archive"
+        return TAR
     if not head.strip(b"\0"):
         return _zeros(source, head)
     return _text(head, complete=len(head) == source.size)

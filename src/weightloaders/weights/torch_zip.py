@@ -21,7 +21,7 @@ import torch
 from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, read_tensor
-from weightloaders.weights.sniff import describe_content
+from weightloaders.weights.sniff import TAR, describe_content
 from weightloaders.weights.source import ByteSource, FileSource
 from weightloaders.weights.source_file import SourceFile
 from weightloaders.weights.state_dict import find_state_dict
@@ -89,16 +89,7 @@ def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequ
             nested one).
         OptionsError: If ``key`` leads nowhere, or ``safe_globals`` holds something else.
     """
-    head = source.read(0, min(len(_LEGACY_MAGIC), source.size))
-    try:
-        if head.startswith(ZIP_MAGIC):
-            content = _open_zip(source, safe_globals)
-        elif head == _LEGACY_MAGIC:
-            content = _open_legacy(source, safe_globals)
-        else:
-            raise _no_torch_file(source, head)
-    except SlowPathNeededError:
-        content = _load_whole(source, safe_globals)
+    content = _opened(source, safe_globals)
     found = find_state_dict(content.root, key=key, file=source.name)
     infos = tuple(content.info(name, tensor) for name, tensor in found.tensors.items())
     file = PurePath(source.name).name
@@ -112,6 +103,42 @@ def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequ
     if content.unpacked:
         notes.append(f"{file}: compressed, so read slowly: {_listed(content.unpacked)}")
     return TorchFile(infos, tuple(notes), found.key, found.non_tensors)
+
+
+def read_torch_tensor(source: ByteSource, name: str, *, safe_globals: Sequence[Any] = ()) -> TensorInfo:
+    """Catalogue a file of `torch.save` that holds one tensor rather than a state dict.
+
+    For formats that keep each tensor as such a file within their own.
+
+    Args:
+        source: The file.
+        name: What the tensor is to be called.
+        safe_globals: As for `read_torch`.
+
+    Raises:
+        UnsafeCheckpointError: As from `read_torch`.
+        CheckpointFormatError: As from `read_torch`, and if it holds something else.
+    """
+    content = _opened(source, safe_globals)
+    if not isinstance(content.root, torch.Tensor):
+        raise CheckpointFormatError(
+            f"{source.name} holds {type(content.root).__name__!r} where tensor {name!r} should be",
+            file=source.name,
+            tensor=name,
+        )
+    return content.info(name, content.root)
+
+
+def _opened(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
+    head = source.read(0, min(len(_LEGACY_MAGIC), source.size))
+    try:
+        if head.startswith(ZIP_MAGIC):
+            return _open_zip(source, safe_globals)
+        if head == _LEGACY_MAGIC:
+            return _open_legacy(source, safe_globals)
+        raise _no_torch_file(source, head)
+    except SlowPathNeededError:
+        return _load_whole(source, safe_globals)
 
 
 @dataclass(slots=True)
@@ -300,12 +327,17 @@ def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
 
 
 def _no_torch_file(source: ByteSource, head: bytes) -> CheckpointFormatError:
-    content = describe_content(source)
+    content, hint = describe_content(source), None
     if content is None and head[:1] == b"\x80":
         content = "a pickle, but none that torch.save wrote; it is not opened, because unpickling can run code"
+    elif content == TAR:
+        # What `torch.load` reads as its "legacy .tar format", and refuses weights-only, too.
+        content += ", as the first releases of torch wrote; reading its pickles can run code"
+        hint = "if you trust it: torch.save(torch.load(path, weights_only=False), new_path), and load that"
     return CheckpointFormatError(
         f"{source.name} is no file of torch.save: {content or 'its first bytes are those of no known format'}",
         file=source.name,
+        hint=hint,
     )
 
 
