@@ -66,6 +66,12 @@ class NpzLoader(wl.BaseWeightLoader):
             raise
         except Exception as error:  # a damaged archive makes zipfile and numpy raise all kinds
             raise CheckpointFormatError(f"{path} is not a sound .npz archive: {error}", file=path) from error
+        if members and not arrays:
+            raise CheckpointFormatError(
+                f"{path} is a zip file without .npy arrays in it",
+                file=path,
+                hint="what torch.save writes is a zip file too, and is read by the loader 'torch'",
+            )
         others = {m.filename: "not a .npy array" for m in members if m not in arrays}
         return wl.Weights.describe(infos, skipped_files=others)
 

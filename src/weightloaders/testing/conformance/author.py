@@ -1,0 +1,210 @@
+"""What an author gives the suite, and what all checks are made of."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+
+import torch
+
+import weightloaders as wl
+from weightloaders.errors import WeightLoadersError, summary
+from weightloaders.testing.tiny import DTYPES, sample
+from weightloaders.weights.reading import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from pathlib import Path
+
+    import pytest
+
+_T = TypeVar("_T")
+
+NAMES: tuple[str, ...] = (
+    "w",
+    "model.layers.0.self_attn.q_proj.weight",
+    "..",
+    ".hidden",
+    "with space",
+    "a/b\\c",
+    "a:b:3,4",
+    "Größe.权重.🙂",
+    "e\u0301 is not \xe9",
+    "UPPER",
+    "upper",
+    "0",
+    "x" * 200,
+)  # fmt: skip
+
+
+class Author:
+    """What an author gives: the loader, and a way to write a checkpoint in its format. The rest has defaults.
+
+    Attributes:
+        loader: A name, a class, a factory or an instance.
+        options: Options that every load of the suite is given.
+        dtypes: What the format can hold, bit for bit.
+        min_dims: The fewest dimensions that a tensor of the format has.
+        max_dims: The most.
+        holds_empty: Whether the format can hold tensors without elements.
+        names: Names of tensors that the format can hold.
+        lazy: Whether the loader says what there is without reading the values. A loader that returns a dict or pairs
+            can't.
+        patience: Seconds after which reading a tiny file counts as hanging.
+    """
+
+    loader: ClassVar[Any]
+    options: ClassVar[Mapping[str, Any]] = {}
+    dtypes: ClassVar[Collection[torch.dtype]] = DTYPES
+    min_dims: ClassVar[int] = 0
+    max_dims: ClassVar[int] = 8
+    holds_empty: ClassVar[bool] = True
+    names: ClassVar[Collection[str]] = NAMES
+    lazy: ClassVar[bool] = True
+    patience: ClassVar[float] = 20.0
+
+    def write_checkpoint(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> str | Path:
+        """Write tensors in the loader's format, if possible with other code than the loader's own.
+
+        What the format can't hold is refused by any exception; nothing may be changed or left out.
+
+        Args:
+            folder: An empty folder.
+            tensors: The tensors by name. Some may share memory.
+
+        Returns:
+            What the loader is asked to read: a path in the folder, or an address.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method write_checkpoint(self, folder, tensors)")
+
+    def files_changed(self, folder: Path) -> None:
+        """Called when the suite has changed files in the folder, e.g. to upload them again. Does nothing by default."""
+
+    # -- for the checks
+
+    @property
+    def given_loader(self) -> Any:
+        """The loader as the author gave it: a function in a class would be bound otherwise."""
+        loader = inspect.getattr_static(self, "loader", None)
+        if loader is None:
+            raise NotImplementedError(f"{type(self).__name__} needs an attribute `loader`")
+        return loader.__func__ if isinstance(loader, staticmethod) else loader
+
+    def open(self, source: str | Path) -> wl.Weights:
+        """Open a source with the loader."""
+        return wl.open_weights(source, self.given_loader, **self.options)
+
+    def holds(self, shape: Sequence[int]) -> bool:
+        """Whether the format can hold a tensor of this shape, by what is declared."""
+        return self.min_dims <= len(shape) <= self.max_dims and (self.holds_empty or 0 not in shape)
+
+    @property
+    def usual_dtype(self) -> torch.dtype:
+        """float32, or whatever else the format has."""
+        return torch.float32 if torch.float32 in self.dtypes else next(iter(self.dtypes))
+
+    def some_tensors(self) -> dict[str, torch.Tensor]:
+        """A few small tensors of the usual dtype."""
+        shapes: dict[str, tuple[int, ...]] = {"a.weight": (4, 8), "a.bias": (4,), "b": (2, 3, 4), "c": (1,)}
+        fitting = {name: shape for name, shape in shapes.items() if self.holds(shape)}
+        return {name: sample(self.usual_dtype, shape, i) for i, (name, shape) in enumerate(fitting.items())}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Called by pytest: one test a dtype, be it declared or not."""
+        for argument, dtypes in (
+            ("dtype", [d for d in DTYPES if d in self.dtypes]),
+            ("undeclared_dtype", [d for d in DTYPES if d not in self.dtypes]),
+        ):
+            if argument in metafunc.fixturenames:
+                metafunc.parametrize(argument, dtypes, ids=[str(d).removeprefix("torch.") for d in dtypes])
+
+
+def expect(holds: object, message: str) -> None:
+    """Fail the check with this message, unless something holds."""
+    __tracebackhide__ = True
+    if not holds:
+        raise AssertionError(message)
+
+
+def skip(reason: str) -> NoReturn:
+    """Skip the check."""
+    import pytest
+
+    pytest.skip(reason)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, row-major."""
+    dense = tensor.detach().contiguous()  # has to live as long as its memory is looked at
+    return bytes(memory_of(dense))
+
+
+def expect_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+    """Fail unless two tensors agree in dtype, shape and every bit."""
+    __tracebackhide__ = True
+    said, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
+    expect(said == due, f"{name!r} was written as {due} and read as {said}")
+    if bits(tensor) != bits(expected):
+        raise AssertionError(
+            f"{name!r} was read with other values than were written:\n{tensor}\nrather than\n{expected}"
+        )
+
+
+def expect_all(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Fail unless the weights are these, by name, dtype, shape and bit."""
+    __tracebackhide__ = True
+    expect_names(weights, expected)
+    for name, tensor in expected.items():
+        expect_same(name, weights[name], tensor)
+
+
+def expect_names(weights: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Fail unless the weights have these names."""
+    __tracebackhide__ = True
+    lost, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
+    expect(not lost and not extra, f"the names differ: lost {lost}, not written {extra}")
+
+
+def refusal(function: Callable[[], object]) -> WeightLoadersError | None:
+    """The library's error that a function raises; None if it raises nothing. Any other exception fails the check."""
+    __tracebackhide__ = True
+    try:
+        function()
+    except WeightLoadersError as error:
+        return error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise AssertionError(
+            f"a foreign exception came out, where only a WeightLoadersError may: {summary(error)}"
+        ) from error
+    return None
+
+
+def within(seconds: float, function: Callable[[], _T]) -> _T:
+    """What a function returns or raises, if it does so in time; otherwise the check fails and says where it hangs."""
+    __tracebackhide__ = True
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.extend((True, function()))
+        except BaseException as error:  # noqa: BLE001 -- raised again where it was asked for
+            outcome.extend((False, error))
+
+    # A daemon: one that hangs for ever must not keep the tests from ending.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 -- the documented way to another's stack
+        where = "".join(traceback.format_stack(frame)) if frame else ""
+        raise AssertionError(f"it hangs: nothing came back within {seconds:g} seconds. It is here:\n{where}")
+    done, value = outcome
+    if not done:
+        raise value
+    result: _T = value
+    return result

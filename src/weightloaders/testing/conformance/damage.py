@@ -1,0 +1,241 @@
+"""Checks of bad input: truncated, missing, empty, garbage, hostile. Only errors of ours may come out, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightloaders.errors import SourceError, WeightLoadersError
+from weightloaders.testing.conformance.author import Author, bits, expect, refusal, within
+from weightloaders.weights.reading import lacks_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+# What a load of a few kilobytes may take beyond what the process has.
+_SPARE_MEMORY = 1 << 30
+_TRUNCATIONS = 32
+_FLIPS = 96
+
+Found = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+
+
+class Damage(Author):
+    """Whatever lies in the files, it is read, or refused by a `WeightLoadersError`: no hang, no huge allocation."""
+
+    def test_a_missing_source_is_named(self, tmp_path: Path) -> None:
+        """A path that leads nowhere is a `SourceError` that names it, and can be sent to another process."""
+        source = self.write_checkpoint(tmp_path, self.some_tensors())
+        for path in _files(tmp_path):
+            path.unlink()
+        self.files_changed(tmp_path)
+        error = self._attempt(source)
+        expect(isinstance(error, SourceError), f"files that are gone were no SourceError: {error!r}")
+        expect(
+            Path(str(source)).name in str(error) or tmp_path.name in str(error),
+            f"the error does not name what is missing: {error}",
+        )
+        again = pickle.loads(pickle.dumps(error))  # noqa: S301 -- our own
+        expect(str(again) == str(error), f"the error does not survive pickling: {again!r}")
+
+    def test_an_empty_folder_is_refused(self, tmp_path: Path) -> None:
+        """A folder without files has no weights, and one without any tensors is no success either."""
+        error = self._attempt(tmp_path)
+        expect(isinstance(error, WeightLoadersError), f"an empty folder was read as weights: {error}")
+
+    def test_empty_files_are_refused(self, tmp_path: Path) -> None:
+        """A checkpoint of empty files is refused."""
+        for path, _, attempt in self._each_file(tmp_path):
+            path.write_bytes(b"")
+            self._refused_or_unneeded(attempt(), path, "an empty file")
+
+    def test_a_checkpoint_without_tensors_is_read_or_refused(self, tmp_path: Path) -> None:
+        """Nothing at all is weights without names, or an error of ours."""
+        try:
+            source = self.write_checkpoint(tmp_path, {})
+        except Exception:  # noqa: BLE001 -- not every format can say nothing
+            return
+        found = self._attempt(source)
+        expect(isinstance(found, WeightLoadersError) or not found, f"tensors came out of nothing: {found}")
+
+    def test_truncated_files_are_refused(self, tmp_path: Path) -> None:
+        """A file that ends early is noticed, wherever it ends."""
+        for path, content, attempt in self._each_file(tmp_path):
+            for length in _lengths(len(content)):
+                path.write_bytes(content[:length])
+                self._refused_or_unneeded(attempt(), path, f"a file cut to {length} of {len(content)} bytes")
+
+    def test_garbage_is_refused(self, tmp_path: Path) -> None:
+        """Files of another kind are refused: text, zeros, noise, an error page, another format's."""
+        for path, content, attempt in self._each_file(tmp_path):
+            for kind, garbage in _garbage(len(content)).items():
+                path.write_bytes(garbage)
+                self._refused_or_unneeded(attempt(), path, f"a file of {kind}")
+
+    def test_changed_bytes_never_end_in_a_foreign_exception(self, tmp_path: Path) -> None:
+        """Whatever bytes are changed, it is read (as other values, maybe) or refused by an error of ours."""
+        for path, content, attempt in self._each_file(tmp_path):
+            for changed in _changed(content):
+                path.write_bytes(changed)
+                attempt()
+
+    def test_code_in_a_file_is_not_run(self, tmp_path: Path) -> None:
+        """A pickle in the place of a file, bare or as torch and NumPy wrap it, runs nothing."""
+        mark = tmp_path / "it-ran"
+        folder = tmp_path / "checkpoint"
+        folder.mkdir()
+        for path, _, attempt in self._each_file(folder):
+            for kind, content in _pickles(mark).items():
+                path.write_bytes(content)
+                attempt()
+                expect(not mark.exists(), f"code in a file was run: {kind} in the place of {path.name}")
+
+    def _attempt(self, source: str | Path) -> Found | WeightLoadersError:
+        """Read everything, within bounds of time and memory; the tensors, or the error of ours."""
+        found: Found = {}
+
+        def read() -> None:
+            with self.open(source) as weights:
+                for name, tensor in weights.items():
+                    found[name] = (tensor.dtype, tuple(tensor.shape), bits(tensor))
+
+        with _bounded_memory():
+            error = within(self.patience, lambda: refusal(read))
+        link: BaseException | None = error
+        while link is not None:
+            expect(not lacks_memory(link), f"more than {_SPARE_MEMORY:,} bytes were asked for: {link}")
+            link = link.__cause__
+        return found if error is None else error
+
+    def _each_file(
+        self, folder: Path
+    ) -> Iterator[tuple[Path, bytes, Callable[[], tuple[Found | WeightLoadersError, Found]]]]:
+        """Each file of a sound checkpoint with its content, for who spoils it, and a way to read what came of it."""
+        source = self.write_checkpoint(folder, self.some_tensors())
+        sound = self._attempt(source)
+        if isinstance(sound, WeightLoadersError):
+            raise sound
+
+        def attempt() -> tuple[Found | WeightLoadersError, Found]:
+            self.files_changed(folder)
+            return self._attempt(source), sound
+
+        for path in _files(folder):
+            content = path.read_bytes()
+            yield path, content, attempt
+            path.write_bytes(content)
+            self.files_changed(folder)
+
+    def _refused_or_unneeded(self, outcome: tuple[Found | WeightLoadersError, Found], path: Path, what: str) -> None:
+        found, sound = outcome
+        if not isinstance(found, WeightLoadersError):
+            # A file that the loader has no use for may be what it likes.
+            expect(found == sound, f"{what} in the place of {path.name} went unnoticed: it was read as {list(found)}")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _lengths(size: int) -> list[int]:
+    """Where a file is cut: near its ends, and evenly in between."""
+    near = {1, 2, 4, 7, 8, 9, 16, 64, size - 1, size - 2, size - 8, size // 2}
+    even = {size * i // _TRUNCATIONS for i in range(1, _TRUNCATIONS)}
+    return sorted(length for length in near | even if 0 < length < size)
+
+
+def _garbage(size: int) -> Mapping[str, bytes]:
+    noise = random.Random(0)
+    saved = io.BytesIO()
+    torch.save(torch.nn.Linear(2, 2), saved)
+    return {
+        "text": b"this is no checkpoint\n",
+        "zeros": bytes(size),
+        "ones": b"\xff" * size,
+        "noise": noise.randbytes(size),
+        "a web page": b"<!DOCTYPE html><html><body>404 Not Found</body></html>",
+        "a Git LFS pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
+        "JSON": b'{"a.weight": 1, "b": [1, 2, {"c": null}]}',
+        "a zip file without a directory": b"PK\x03\x04" + bytes(60),
+        "a pickled module": saved.getvalue(),
+        "deep JSON": (100_000).to_bytes(8, "little") + b"[" * 100_000,
+    }  # fmt: skip
+
+
+def _changed(content: bytes) -> Iterator[bytes]:
+    """The content with bytes changed: single bits, runs of ones as absurd sizes, parts left out or given twice."""
+    dice = random.Random(0)
+    # Headers are at the beginning, or at the end, and that is where damage is dangerous.
+    places = [*range(min(48, len(content))), *range(max(48, len(content) - 48), len(content))]
+    for at in places:
+        yield content[:at] + bytes([content[at] ^ 1 << dice.randrange(8)]) + content[at + 1 :]
+    for _ in range(_FLIPS):
+        at = dice.randrange(len(content))
+        yield content[:at] + bytes([dice.randrange(256)]) + content[at + 1 :]
+    for at in {*range(0, min(64, len(content)), 4), *(dice.randrange(len(content)) for _ in range(16))}:
+        for size in (b"\xff" * 4, b"\xff" * 7 + b"\x7f", b"\x00" * 7 + b"\x10"):
+            yield content[:at] + size + content[at + len(size) :]
+    for _ in range(8):
+        begin, end = sorted((dice.randrange(len(content)), dice.randrange(len(content))))
+        yield content[:begin] + content[end:]
+        yield content[:end] + content[begin:]
+
+
+class _Trap:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (open, (str(self.mark), "w"))
+
+
+def _pickles(mark: Path) -> Mapping[str, bytes]:
+    trap = _Trap(mark)
+    found = {"a bare pickle": pickle.dumps({"weight": trap})}
+    for kind, is_zip in (("what torch.save writes", True), ("what torch.save wrote before 1.6", False)):
+        saved = io.BytesIO()
+        torch.save({"weight": trap}, saved, _use_new_zipfile_serialization=is_zip)
+        found[kind] = saved.getvalue()
+    with contextlib.suppress(ImportError):
+        import numpy as np
+
+        array = np.empty(1, dtype=object)
+        array[0] = trap
+        for kind, save in (("an array of objects", np.save), ("an archive with an array of objects", _save_archive)):
+            saved = io.BytesIO()
+            save(saved, array)
+            found[kind] = saved.getvalue()
+    return found
+
+
+def _save_archive(file: io.BytesIO, array: object) -> None:
+    import numpy as np
+
+    np.savez(file, weight=array)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def _bounded_memory() -> Iterator[None]:
+    """Let an allocation fail that goes far beyond what the files can need; on Linux, which counts all of them."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    bound = in_use + _SPARE_MEMORY
+    if soft != resource.RLIM_INFINITY:
+        bound = min(bound, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,226 @@
+"""Checks of when it is read and whose it is: names without values, ownership, closing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import weightloaders as wl
+from weightloaders.errors import SourceClosedError, UnknownTensorError
+from weightloaders.testing.conformance.author import Author, bits, expect, expect_all, expect_names, refusal, skip
+from weightloaders.testing.tiny import sample
+from weightloaders.weights.source import FileSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+
+class Reading(Author):
+    """Names come without values, tensors belong to whoever got them, and closing closes."""
+
+    def test_names_come_without_reading_the_values(self, tmp_path: Path) -> None:
+        """Opening, names, dtypes and shapes take a small part of a checkpoint's bytes."""
+        if not self.lazy:
+            skip("the loader declares that it reads everything (lazy = False)")
+        dtype = self.usual_dtype
+        (tmp_path / "warm-up").mkdir()
+        (tmp_path / "measured").mkdir()
+        # What is imported on first use is not to be counted.
+        self.open(self.write_checkpoint(tmp_path / "warm-up", self.some_tensors())).close()
+        tensors = {f"t{i}": sample(dtype, (1024, 2048 // dtype.itemsize), i) for i in range(4)}
+        source = self.write_checkpoint(tmp_path / "measured", tensors)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        with _counting_reads() as bytes_read:
+            weights = self.open(source)
+            expect_names(weights, tensors)
+            expect(len(weights) == len(tensors), "len() is not the number of tensors")
+            expect("t0" in weights and "no such tensor" not in weights, "`in` does not tell which tensors there are")
+            for info in weights.infos():
+                due = tensors[info.name]
+                expect(
+                    (info.dtype, info.shape) == (due.dtype, tuple(due.shape)),
+                    f"{info.name!r} is catalogued as {list(info.shape)} {info.dtype}",
+                )
+            count = bytes_read()
+        expect(
+            count < total / 4,
+            f"opening read {count:,} of {total:,} bytes: describe the tensors (`Weights.describe`) and read them when "
+            "they are asked for",
+        )
+        with weights:
+            self._values_are_of_now(tmp_path / "measured", weights, tensors)
+
+    def _values_are_of_now(self, folder: Path, weights: wl.Weights, tensors: dict[str, torch.Tensor]) -> None:
+        """Change the values in the file, in place: what was read before would now be seen to be old."""
+        name, tensor = next(iter(tensors.items()))
+        place = _find(folder, bits(tensor))
+        if place is None:
+            return
+        path, offset = place
+        status = path.stat()
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(bytes(tensor.nbytes))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        self.files_changed(folder)
+
+        def read() -> None:
+            expect(
+                bits(weights[name]) != bits(tensor),
+                f"the values of {name!r} were read when the source was opened, and are kept in memory",
+            )
+
+        with contextlib.suppress(wl.errors.WeightLoadersError):  # that the file is another one is a good answer too
+            read()
+
+    def test_a_name_that_is_not_there_is_an_error_of_ours(self, tmp_path: Path) -> None:
+        """Asking for a tensor that is not there names it."""
+        with self.open(self.write_checkpoint(tmp_path, self.some_tensors())) as weights:
+            error = refusal(lambda: weights["no such tensor"])
+        expect(isinstance(error, UnknownTensorError), f"a name that is not there was no UnknownTensorError: {error!r}")
+
+    def test_tensors_stay_as_they_are_while_others_are_read(self, tmp_path: Path) -> None:
+        """No buffer is reused for what was handed out, unless the loader declares `borrowed`."""
+        tensors = {f"t{i}": sample(self.usual_dtype, (64, 64), i) for i in range(8)}
+        with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
+            _read_and_read_again(weights.items(), bits)
+            _read_and_read_again(((name, weights[name]) for name in [*tensors, *tensors]), bits)
+
+    def test_writing_into_a_tensor_changes_nothing_else(self, tmp_path: Path) -> None:
+        """A tensor that was handed out is its owner's: neither the source nor what is read later changes with it."""
+        tensors = self.some_tensors()
+        source = self.write_checkpoint(tmp_path, tensors)
+        before = _contents(tmp_path)
+        with self.open(source) as weights:
+            for name in tensors:
+                tensor = weights[name]
+                expect(_is_writable(tensor), f"the memory of {name!r} is read-only: writing into it ends the process")
+                tensor.fill_(1)
+            expect_all(weights, tensors)
+        expect(_contents(tmp_path) == before, "writing into a tensor changed the files")
+        with self.open(source) as weights:
+            expect_all(weights, tensors)
+
+    def test_tensors_outlive_closing(self, tmp_path: Path) -> None:
+        """A tensor that was handed out is still good when the weights are closed and gone."""
+        tensors = self.some_tensors()
+        with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
+            read = dict(weights.items())
+        del weights
+        gc.collect()
+        expect_all(read, tensors)
+
+    def test_closing_twice_is_harmless_and_reading_afterwards_an_error_of_ours(self, tmp_path: Path) -> None:
+        """Closed before anything was read, and again: names remain, values are refused."""
+        tensors = self.some_tensors()
+        weights = self.open(self.write_checkpoint(tmp_path, tensors))
+        for _ in range(2):
+            expect(refusal(weights.close) is None, "closing raised an error")
+        expect_names(weights, tensors)
+        error = refusal(lambda: weights[next(iter(tensors))])
+        expect(isinstance(error, SourceClosedError), f"reading closed weights was no SourceClosedError: {error!r}")
+
+    def test_closing_in_the_middle_ends_the_stream(self, tmp_path: Path) -> None:
+        """Whoever closes while `items()` is under way gets an error of ours, and not a hang or a crash."""
+        weights = self.open(self.write_checkpoint(tmp_path, self.some_tensors()))
+        stream = iter(weights.items())
+        next(stream)
+        weights.close()
+        expect(isinstance(refusal(lambda: list(stream)), SourceClosedError), "the stream went on after closing")
+
+    def test_closing_lets_go_of_the_files(self, tmp_path: Path) -> None:
+        """No descriptor and no mapping of the files is left once the weights are closed and the tensors gone."""
+        tensors = self.some_tensors()
+        source = self.write_checkpoint(tmp_path, tensors)
+        weights = self.open(source)
+        for name in tensors:
+            weights[name]
+        weights.close()
+        del weights
+        gc.collect()
+        held = _held_files(tmp_path)
+        expect(not held, f"after closing, these files are still open or mapped: {held}")
+
+
+@contextlib.contextmanager
+def _counting_reads() -> Iterator[Callable[[], int]]:
+    """Count the bytes that this process reads: as the system does, or, where it does not, those of `ByteSource`."""
+    counter = Path("/proc/self/io")
+    if counter.exists():
+
+        def total() -> int:
+            return int(counter.read_text().split()[1])
+
+        start = total()
+        yield lambda: total() - start
+        return
+    count = 0
+    read_into = FileSource.read_into
+
+    def counted(self: FileSource, view: memoryview, offset: int) -> None:
+        nonlocal count
+        count += len(view)
+        read_into(self, view, offset)
+
+    FileSource.read_into = counted  # type: ignore[method-assign]
+    try:
+        yield lambda: count
+    finally:
+        FileSource.read_into = read_into  # type: ignore[method-assign]
+
+
+def _find(folder: Path, content: bytes) -> tuple[Path, int] | None:
+    for path in _files(folder):
+        offset = path.read_bytes().find(content)
+        if offset >= 0:
+            return path, offset
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in _files(folder)}
+
+
+def _read_and_read_again(pairs: object, digest: Callable[[torch.Tensor], bytes]) -> None:
+    __tracebackhide__ = True
+    held = [(name, tensor, digest(tensor)) for name, tensor in pairs]  # type: ignore[attr-defined]
+    changed = [name for name, tensor, before in held if digest(tensor) != before]
+    expect(
+        not changed,
+        f"later reads changed tensors that were handed out before: {changed}. A loader that reuses a buffer says so: "
+        "borrowed = True",
+    )
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or not tensor.numel():
+        return True
+    address = tensor.data_ptr()
+    for line in maps.read_text(errors="replace").splitlines():
+        span, permissions = line.split(" ", 2)[:2]
+        begin, end = (int(part, 16) for part in span.split("-"))
+        if begin <= address < end:
+            return "w" in permissions
+    return True
+
+
+def _held_files(folder: Path) -> list[str]:
+    within = str(folder.resolve())
+    held = set()
+    if Path("/proc/self/fd").exists():
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                held.add(str(link.readlink()))
+        maps = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        held |= {line.split(None, 5)[5] for line in maps if line.count(" ") >= 5 and "/" in line}
+    return sorted(path for path in held if path.startswith(within))

@@ -1,0 +1,116 @@
+"""Checks of reading by several at once: threads, and a process that was spawned."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import multiprocessing
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import weightloaders as wl
+from weightloaders.testing.conformance.author import Author, bits, expect, expect_all, skip, within
+from weightloaders.testing.tiny import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+
+_THREADS = 4
+_ROUNDS = 3
+# Starting a process that imports torch takes its time on a busy machine.
+_SECONDS_TO_START = 120.0
+
+
+class Sharing(Author):
+    """Several may read at once."""
+
+    def test_several_threads_read_the_same_values(self, tmp_path: Path) -> None:
+        """Threads that read from one `Weights` in different orders each get what was written."""
+        tensors = {f"t{i}": sample(self.usual_dtype, (65, 129), i) for i in range(12)}
+        source = self.write_checkpoint(tmp_path, tensors)
+        with self.open(source) as weights:
+            within(self.patience, lambda: _in_threads(lambda names: {n: weights[n] for n in names}, tensors))
+
+    def test_several_threads_open_the_same_source(self, tmp_path: Path) -> None:
+        """Threads that each open the source, and close it while others read, do not disturb each other."""
+        tensors = {f"t{i}": sample(self.usual_dtype, (33, 17), i) for i in range(6)}
+        source = self.write_checkpoint(tmp_path, tensors)
+
+        def read(names: list[str]) -> dict[str, torch.Tensor]:
+            with self.open(source) as weights:
+                return {name: weights[name] for name in names}
+
+        within(self.patience, lambda: _in_threads(read, tensors))
+
+    def test_a_spawned_process_reads_the_same_values(self, tmp_path: Path) -> None:
+        """A worker that shares nothing with this process, and has not registered anything, reads the same."""
+        loader = target_of(self.given_loader)
+        if loader is None:
+            skip("the loader is known in this process alone: it is not defined in a module that can be imported")
+        tensors = self.some_tensors()
+        source = self.write_checkpoint(tmp_path, tensors)
+        context = multiprocessing.get_context("spawn")
+        answers = context.SimpleQueue()
+        worker = context.Process(target=_work, args=(answers, str(source), loader, dict(self.options)), daemon=True)
+        worker.start()
+        worker.join(_SECONDS_TO_START)
+        if worker.is_alive():
+            worker.kill()
+            raise AssertionError(f"the spawned process did not end within {_SECONDS_TO_START:g} seconds")
+        expect(not answers.empty(), f"the spawned process ended with {worker.exitcode}")
+        found = answers.get()
+        expected = {name: bits(tensor) for name, tensor in tensors.items()}
+        expect(found == expected, f"the spawned process read something else: {found}")
+
+
+def target_of(loader: Any) -> str | None:
+    """How another process names this loader: its name, or ``"package.module:Class"``; None if it can't import it."""
+    if isinstance(loader, str):
+        return loader
+    kind = loader if isinstance(loader, type) else type(loader)
+    if not isinstance(loader, type) and not isinstance(loader, wl.BaseWeightLoader):
+        kind = loader  # a factory
+    name, module = getattr(kind, "__qualname__", "<locals>"), getattr(kind, "__module__", "__main__")
+    return None if "<" in name or not _is_importable(module) else f"{module}:{name}"
+
+
+def _is_importable(module: str) -> bool:
+    """Whether a new process finds this module: a runner of tests may have imported it from just anywhere."""
+    path = None
+    spec = None
+    for depth in range(module.count(".") + 1):
+        name = ".".join(module.split(".")[: depth + 1])
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None
+
+
+def _work(answers: Any, source: str, loader: str, options: Mapping[str, Any]) -> None:
+    try:
+        with wl.open_weights(source, loader, **options) as weights:
+            answers.put({name: bits(tensor) for name, tensor in weights.items()})
+    except BaseException as error:
+        answers.put(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _in_threads(read: Callable[[list[str]], Mapping[str, torch.Tensor]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Have several threads read all of the tensors, several times, each in an order of its own."""
+    start = threading.Barrier(_THREADS)
+
+    def work(seed: int) -> None:
+        dice, names = random.Random(seed), list(tensors)
+        start.wait()
+        for _ in range(_ROUNDS):
+            dice.shuffle(names)
+            expect_all(read(names), tensors)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(work, seed) for seed in range(_THREADS)]:
+            done.result()
