@@ -97,7 +97,9 @@ def test_a_folder_or_file_that_nobody_recognises_is_told_apart(tmp_path):
     [
         ("model.gguf", "weightloaders-gguf"),
         ("model.NPZ", "weightloaders-npz"),
-        ("s3://bucket/model", "weightloaders-s3"),
+        ("s3://bucket/model", "weightloaders-remote"),
+        ("gs://bucket/model", "weightloaders-remote"),
+        ("az://container/model", "weightloaders-remote"),
     ],
 )
 def test_a_known_format_names_the_package_to_install(source, package):

@@ -705,7 +705,7 @@ def test_an_unknown_name_brings_the_nearest_and_all_names(registry):
         registry.describe("nothing")
 
 
-@pytest.mark.parametrize("name", ["gguf", "s3", "npz"])
+@pytest.mark.parametrize("name", ["gguf", "remote", "npz"])
 def test_an_unknown_name_of_a_known_format_names_the_package_to_install(registry, monkeypatch, name):
     if any(p.name == name for p in installed(LOADERS)):
         pytest.skip("it is installed here")

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from weightloaders.registry import WeightLoaderRegistry as WeightLoaderRegistry
     from weightloaders.report import LoadReport as LoadReport
     from weightloaders.transfer.options import TransferOptions as TransferOptions
+    from weightloaders.weights.candidates import Listing as Listing
+    from weightloaders.weights.folder import FolderListing as FolderListing
     from weightloaders.weights.info import Extent as Extent
     from weightloaders.weights.info import TensorInfo as TensorInfo
     from weightloaders.weights.source import ByteSource as ByteSource
@@ -59,7 +61,9 @@ _HOMES = {
     "Convert": "weightloaders.mapping.rules",
     "Drop": "weightloaders.mapping.rules",
     "Extent": "weightloaders.weights.info",
+    "FolderListing": "weightloaders.weights.folder",
     "LLM": "weightloaders.llm.llm",
+    "Listing": "weightloaders.weights.candidates",
     "LoadPlan": "weightloaders.plan",
     "LoadReport": "weightloaders.report",
     "Probe": "weightloaders.loaders.base",

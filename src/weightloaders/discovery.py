@@ -23,8 +23,12 @@ logger = logging.getLogger(__name__)
 
 DISABLE_VARIABLE = "WEIGHTLOADERS_DISABLE"
 
-# Loader name -> the package to install for it. The key is also the suffix or the scheme of what it reads.
-KNOWN_PACKAGES = {"gguf": "weightloaders-gguf", "npz": "weightloaders-npz", "s3": "weightloaders-s3"}
+# The name of a loader, or the suffix or the scheme of what it reads -> the package to install for it.
+KNOWN_PACKAGES = {
+    "gguf": "weightloaders-gguf",
+    "npz": "weightloaders-npz",
+    **dict.fromkeys(("remote", "s3", "gs", "az"), "weightloaders-remote"),
+}
 
 _UNKNOWN = "unknown"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")

@@ -291,11 +291,14 @@ def unknown(name: str, registered: Mapping[str, Offer]) -> UnknownLoaderError:
     for hook in hooks.known_plugins():
         if hook.status == "broken":
             message += f"\n  a plugin that might have brought it is broken: {hook.error}"
-    package = KNOWN_PACKAGES.get(name)
+    package = KNOWN_PACKAGES.get(name, "")
+    called = [offer.name for offer in entry_points() if offer.plugin.comes_from(package)]
     elsewhere = (
         "a loader that another process registered is not known in this one: name it as 'package.module:Class', "
         "or declare it as an entry point"
     )
+    if called:
+        return UnknownLoaderError(message, hint=f"{package} is installed; its loader is called {called[0]!r}")
     return UnknownLoaderError(message, hint=f"pip install {package}" if package else None if near else elsewhere)
 
 

@@ -187,6 +187,7 @@ def prepare(
         stored_dtype=lambda: _stored_dtype(where, resolved),
         hub_options=hub_options,
         devices=devices,
+        loader=resolved if weights is None else None,
         **model_kwargs,
     )
     if devices.strategy:

@@ -19,18 +19,21 @@ import torch
 from weightloaders.discovery import did_you_mean
 from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
 from weightloaders.loaders.hub import HubAccess
+from weightloaders.loaders.place import as_name, looks_like_repository
 from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.mapping.dtypes import is_codes
 from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
+from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
-from weightloaders.weights.http import shown
+from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
+    from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.mapping.quantised import Quantisation
     from weightloaders.weights.weights import Weights
 
@@ -81,20 +84,37 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def model_files(source: str | Path, hub_options: Mapping[str, Any] | None = None, needed: str = "") -> Path:
+def model_files(
+    source: str | Path,
+    hub_options: Mapping[str, Any] | None = None,
+    needed: str = "",
+    loader: BaseWeightLoader | None = None,
+) -> Path:
     """The folder with a model's config, tokenizer and the like; downloaded, if the source is on the hub.
 
     Args:
         source: A folder or hub id.
         hub_options: Those of `HUB_OPTIONS`.
         needed: The file without which the others are of no use.
+        loader: Who reads the weights that lie there; it may be the only one who knows how to get at other files.
 
     Raises:
         SourceError: If there is no such folder or repository, or nothing of the kind in it.
     """
+    name = as_name(source)
+    # Of other places than folders, the hub and the web only their loaders know anything.
+    if loader is None and _is_strange(name):
+        loader = WeightLoaderRegistry.resolve("auto", source=name)
+    folder = None if loader is None else loader.get_model_files(name, needed)
+    if folder is not None:
+        return folder
     options = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
     subfolder, headers = options.pop("subfolder", ""), options.pop("headers", None)
     return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder, needed=needed, headers=headers)
+
+
+def _is_strange(name: str) -> bool:
+    return "://" in name and not is_web_address(name) and not looks_like_repository(name)
 
 
 def build_skeleton(
@@ -108,6 +128,7 @@ def build_skeleton(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
     devices: DeviceMap = CPU,
+    loader: BaseWeightLoader | None = None,
     **model_kwargs: Any,
 ) -> Skeleton:
     """Build a transformers model from its config, without weights.
@@ -123,6 +144,7 @@ def build_skeleton(
         trust_remote_code: Whether code that comes with the model may run.
         quantization_config: What is to differ from the config's own; see `quantisation_for`.
         devices: Where the model is to be; transformers' quantizers ask for that.
+        loader: Who reads the weights that lie with the config, if they do.
         **model_kwargs: For the config, and for the model's constructor.
 
     Raises:
@@ -133,7 +155,7 @@ def build_skeleton(
     wanted = _dtype_named(dtype)
     auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
-    folder = None if source is None or config is not None else _files_or_explain(source, hub_options)
+    folder = None if source is None or config is not None else _files_or_explain(source, hub_options, loader)
     config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs)
     model_class = _model_class(config, auto_class, folder, trust_remote_code)
     config = copy.deepcopy(config)
@@ -151,9 +173,11 @@ def build_skeleton(
     return Skeleton(model, _kept_dtypes(model, dtype), quantisation)
 
 
-def _files_or_explain(source: str, hub_options: Mapping[str, Any] | None) -> Path:
+def _files_or_explain(
+    source: str, hub_options: Mapping[str, Any] | None, loader: BaseWeightLoader | None = None
+) -> Path:
     try:
-        return model_files(source, hub_options, needed="config.json")
+        return model_files(source, hub_options, "config.json", loader)
     except SourceNotFoundError as error:
         where = shown(source)
         if (Path(source) / "adapter_config.json").is_file():

@@ -90,6 +90,8 @@ def plan_source(
     """Show what would go where if SRC were loaded into the model. Exit status 1 if it does not fit."""
     from weightloaders.api import open_weights, plan_load
     from weightloaders.loaders.headers_only import headers_only
+    from weightloaders.loaders.place import as_name
+    from weightloaders.registry import WeightLoaderRegistry
     from weightloaders.skeleton import build_skeleton
 
     options = loader_options(option)
@@ -101,11 +103,15 @@ def plan_source(
             hint="name the folder or hub id with the model's config: --model DIR",
         )
     with headers_only():
+        reader = WeightLoaderRegistry.resolve(loader, options, source=as_name(source))
         skeleton = build_skeleton(
-            model or source, hub_options=options if model is None else {}, trust_remote_code=trust_remote_code
+            model or source,
+            hub_options=options if model is None else {},
+            trust_remote_code=trust_remote_code,
+            loader=reader if model is None else None,
         )
         # Within it, too: a branch on the hub is asked for once, and stands for one commit.
-        opened = open_weights(source, loader, **options)
+        opened = open_weights(source, reader)
 
     def planned(weights: Weights) -> LoadPlan:
         return plan_load(skeleton.model, weights, rules=rules_file(rules), automatic=not no_automatic, **decided)

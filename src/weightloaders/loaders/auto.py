@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.discovery import KNOWN_PACKAGES
 from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceNotFoundError, summary
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
+from weightloaders.weights.file_names import suffix_of
 from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Stream, Weights
 
 logger = logging.getLogger(__name__)
@@ -70,13 +71,32 @@ class AutoLoader(BaseWeightLoader):
             CheckpointFormatError: If it is a file that nobody recognises.
             OptionsError: If the loader that is chosen does not take the options.
         """
+        chosen, reasons = self._choose(lambda loader: _probe(loader, "probe", model_name_or_path))
+        if chosen is None:
+            raise _nobody(model_name_or_path, reasons)
+        return chosen
+
+    def choose_for(self, listing: Listing, name: str = "") -> BaseWeightLoader:
+        """The loader for files wherever they lie, created with the options; see `get_listed_weights`.
+
+        Raises:
+            CheckpointFormatError: If nobody recognises them.
+            OptionsError: If the loader that is chosen does not take the options.
+        """
+        chosen, reasons = self._choose(lambda loader: _probe(loader, "probe_listing", listing, name))
+        if chosen is None:
+            raise _nobody_here(listing, name, reasons)
+        return chosen
+
+    def _choose(self, ask: Callable[[LoaderFactory], Probe]) -> tuple[BaseWeightLoader | None, dict[str, str]]:
+        """The loader that gives the best answer, if there is one; and why the others don't."""
         maybe: list[tuple[Candidate, LoaderFactory, Probe]] = []
         reasons: dict[str, str] = {}
         for tier in (lambda: self._built_in, self._third_party):
             for candidate in sorted(tier(), key=lambda c: c.name):
                 try:
                     loader = candidate.load()
-                    answer = _probe(loader, model_name_or_path)
+                    answer = ask(loader)
                 except KeyboardInterrupt:
                     raise
                 except BaseException as error:  # noqa: BLE001 -- one broken loader never hides another
@@ -84,13 +104,11 @@ class AutoLoader(BaseWeightLoader):
                     reasons[candidate.name] = f"failed with {summary(error)}"
                     continue
                 if answer.answer == "yes":
-                    return self._create(candidate, loader, answer)
+                    return self._create(candidate, loader, answer), reasons
                 if answer.answer == "maybe":
                     maybe.append((candidate, loader, answer))
                 reasons[candidate.name] = answer.reason or answer.answer
-        if maybe:
-            return self._create(*maybe[0])
-        raise _nobody(model_name_or_path, reasons)
+        return self._create(*maybe[0]) if maybe else None, reasons
 
     def _create(self, candidate: Candidate, loader: LoaderFactory, answer: Probe) -> BaseWeightLoader:
         logger.info("the loader %r was chosen automatically: %s", candidate.name, answer.reason or answer.answer)
@@ -103,12 +121,16 @@ class AutoLoader(BaseWeightLoader):
         chosen = self.choose(model_name_or_path)
         return as_weights(chosen.get_weights(model_name_or_path), borrowed=chosen.borrowed)
 
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights | Stream:
+        """What the chosen loader says that the files hold. See `choose_for`."""
+        return self.choose_for(listing, name).get_listed_weights(listing, name)
 
-def _probe(loader: LoaderFactory, path: str) -> Probe:
-    probe = getattr(loader, "probe", None)
+
+def _probe(loader: LoaderFactory, method: str, *asked: object) -> Probe:
+    probe = getattr(loader, method, None)
     if probe is None:
         return Probe.no("is a factory, which can't be asked")
-    answer = probe(path)
+    answer = probe(*asked)
     if not isinstance(answer, Probe) or answer.answer not in ("no", "maybe", "yes"):
         raise BrokenPluginError(f"its probe returned {answer!r}, not a Probe")
     return answer
@@ -117,10 +139,7 @@ def _probe(loader: LoaderFactory, path: str) -> Probe:
 def _nobody(path: str, reasons: Mapping[str, str]) -> SourceNotFoundError | CheckpointFormatError:
     # These two answer False for what can't be asked at all, where pathlib raises.
     is_file, exists = os.path.isfile(path), os.path.exists(path)  # noqa: PTH110, PTH113
-    kinds = {path.partition("://")[0], Path(path).suffix.removeprefix(".").lower()} - set(reasons)
-    packages = [KNOWN_PACKAGES[kind] for kind in sorted(kinds) if kind in KNOWN_PACKAGES]
-    hint = f"pip install {packages[0]}" if packages else "name the loader that reads it, if there is one"
-    details = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    hint, details = _way_out([path.partition("://")[0], path], reasons), _details(reasons)
     if is_web_address(path):
         path = shown(path)
         return SourceNotFoundError(f"no loader recognises the address {path}:{details}", file=path, hint=hint)
@@ -128,3 +147,25 @@ def _nobody(path: str, reasons: Mapping[str, str]) -> SourceNotFoundError | Chec
         return CheckpointFormatError(f"no loader recognises {path}:{details}", file=path, hint=hint)
     what = "no loader recognises what is in it" if exists else "there is no such file or folder"
     return SourceNotFoundError(f"no weights found at {path}: {what}{details}", file=path, hint=hint)
+
+
+def _nobody_here(
+    listing: Listing, name: str, reasons: Mapping[str, str]
+) -> SourceNotFoundError | CheckpointFormatError:
+    hint, details = _way_out([name] if name else sorted(listing.names), reasons), _details(reasons)
+    where = f"{listing.where}/{name}" if name else listing.where
+    if name:
+        return CheckpointFormatError(f"no loader recognises {where}:{details}", file=where, hint=hint)
+    what = "no loader recognises what is in it" if listing.names else "there is no file in it"
+    return SourceNotFoundError(f"no weights found at {where}: {what}{details}", file=where, hint=hint)
+
+
+def _way_out(names: Iterable[str], reasons: Mapping[str, str]) -> str:
+    """What to install for names that end, or are, like a format's; else what else might help."""
+    kinds = [suffix_of(name).removeprefix(".") or name for name in names]
+    packages = [KNOWN_PACKAGES[kind] for kind in kinds if kind in KNOWN_PACKAGES and kind not in reasons]
+    return f"pip install {packages[0]}" if packages else "name the loader that reads it, if there is one"
+
+
+def _details(reasons: Mapping[str, str]) -> str:
+    return "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())

@@ -6,13 +6,17 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from weightloaders.errors import SourceReadError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
     import torch
     from pydantic import BaseModel
 
-    from weightloaders.weights.weights import Weights
+    from weightloaders.weights.candidates import Listing
+    from weightloaders.weights.weights import Stream, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,41 @@ class BaseWeightLoader(ABC):
 
         return load_planned(model, weights, borrowed=self.borrowed)
 
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights | Stream:  # noqa: ARG002 -- for overrides
+        """Say what files hold that lie anywhere: on a disk, in a bucket, behind an address.
+
+        A format that can be read from byte sources alone is so read from wherever a `Listing` can be made. For files on
+        disk that is a `FolderListing`.
+
+        Args:
+            listing: What lies in the folder.
+            name: The one file, or index, in it that was named; empty for the folder itself.
+
+        Raises:
+            SourceError: If there are no weights, or a file is not what it should be; if only files on disk can be read.
+        """
+        raise SourceReadError(
+            f"{listing.where} can't be read: {type(self).__name__} reads only files on disk",
+            file=listing.where,
+            hint="download the files, and name their folder",
+        )
+
+    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | None:  # noqa: ARG002 -- for overrides
+        """The folder with a model's config, tokenizer and the like, where this loader alone knows how to get at them.
+
+        Args:
+            model_name_or_path: What the user named.
+            needed: The file, such as ``"config.json"``, without which the others are of no use.
+
+        Returns:
+            A folder on disk. None for what is found without a loader: what lies in a folder, in a repository on the hub
+            or at a web address.
+
+        Raises:
+            SourceError: If there is nothing of the kind, or it can't be read.
+        """
+        return None
+
     # `loading` asks for this mark to tell an override from the default without knowing this class.
     load_weights.is_default = True  # type: ignore[attr-defined]
 
@@ -115,3 +154,13 @@ class BaseWeightLoader(ABC):
             path: What the user named.
         """
         return Probe.no("does not take part in automatic detection")
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> Probe:  # noqa: ARG003 -- part of the contract
+        """Say whether this loader's `get_listed_weights` can read files, cheaply: names and a few bytes, no data.
+
+        Args:
+            listing: What lies in the folder.
+            name: The one file, or index, in it that was named; empty for the folder itself.
+        """
+        return Probe.no("reads only files on disk")

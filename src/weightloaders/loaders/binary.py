@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -10,14 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from weightloaders.errors import AmbiguousSourceError, OptionsError, SourceError, SourceNotFoundError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.file_names import family_of, is_training_state, natural
-from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
+from weightloaders.weights.files import head_of, listed
 from weightloaders.weights.zip_directory import ZIP_MAGIC
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     import torch
 
+    from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Weights
 
 _META_FILE, _PATTERN = "meta.txt", "*.bin"
@@ -74,16 +72,19 @@ class BinaryLoader(BaseWeightLoader):
             CheckpointFormatError: If a description can't be understood, or does not fit the size of its data file.
             DuplicateTensorError: If a name is described twice.
         """
+        return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
+
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
+        """The same of files wherever they lie."""
         from weightloaders.weights.raw import read_raw
-        from weightloaders.weights.source import FileSource
         from weightloaders.weights.weights import Weights
 
         infos = [
             info
-            for data, meta in self._files(Path(model_name_or_path).expanduser())
+            for data, meta in self._files(listing, name)
             for info in read_raw(
-                FileSource(data),
-                FileSource(meta),
+                listing.open(data),
+                listing.open(meta),
                 dtype=self.dtype,
                 stored_dtype=self.stored_dtype,
                 byteorder=self.byteorder,
@@ -91,15 +92,11 @@ class BinaryLoader(BaseWeightLoader):
         ]
         return Weights.describe(infos)
 
-    def _files(self, place: Path) -> list[tuple[Path, Path]]:
+    def _files(self, listing: Listing, name: str) -> list[tuple[str, str]]:
         """Data files, each with its description."""
-        kind = kind_of(place)
-        if kind is None:
-            names: Container[str] = FolderListing(place.parent).names
-            return [(place, place.with_name(self._meta_for(place.name, names, place.parent)))]
-        if kind != A_FOLDER:
-            raise SourceNotFoundError(f"{place} {kind}", file=place)
-        listing = FolderListing(place)
+        if name:
+            return [(name, self._meta_for(name, listing))]
+        place = listing.where
         found = _data_files(listing, self.file_pattern)
         if not found:
             raise SourceNotFoundError(f"no data file ({self.file_pattern}) in {place}", file=place)
@@ -112,14 +109,14 @@ class BinaryLoader(BaseWeightLoader):
                     file=place,
                     hint=f"name one with file_pattern={found[0]!r}, or describe each: {_own_meta(bare[0])}",
                 )
-        return [(place / name, place / self._meta_for(name, listing.names, place)) for name in found]
+        return [(data, self._meta_for(data, listing)) for data in found]
 
-    def _meta_for(self, data: str, names: Container[str], folder: Path) -> str:
-        meta = _own_meta(data) if _own_meta(data) in names else self.meta_file
-        if kind_of(folder / meta) is not None:
+    def _meta_for(self, data: str, listing: Listing) -> str:
+        meta = _own_meta(data) if _own_meta(data) in listing.names else self.meta_file
+        if listing.problems([meta]):
             raise SourceNotFoundError(
-                f"no description for {data} in {folder}: neither {_own_meta(data)} nor {meta}",
-                file=folder / data,
+                f"no description for {data} in {listing.where}: neither {_own_meta(data)} nor {meta}",
+                file=f"{listing.where}/{data}",
                 hint="name it with meta_file=..., or use another loader if this is no raw binary file",
             )
         return meta
@@ -127,21 +124,28 @@ class BinaryLoader(BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> Probe:
         """Whether a description of this format lies beside a data file."""
-        place = Path(path).expanduser()
         try:
-            files = cls()._files(place)  # noqa: SLF001 -- its own class
+            return cls.probe_listing(*listed(Path(path).expanduser()))
         except SourceError as error:
             return Probe.no(error.message)
-        if not all(_starts_like_meta(meta) for _, meta in files):
-            return Probe.no(f"{files[0][1].name} is no description of raw values")
-        if any(_is_zip(data) for data, _ in files):
-            return Probe.no(f"{files[0][0].name} is a zip file, as torch.save writes")
-        if kind_of(place) == A_FOLDER and any(family_of(name) == "safetensors" for name in FolderListing(place).names):
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> Probe:
+        """The same of files wherever they lie."""
+        try:
+            files = cls()._files(listing, name)  # noqa: SLF001 -- its own class
+        except SourceError as error:
+            return Probe.no(error.message)
+        if not all(_starts_like_meta(listing, meta) for _, meta in files):
+            return Probe.no(f"{files[0][1]} is no description of raw values")
+        if any(head_of(listing, data, len(ZIP_MAGIC)) == ZIP_MAGIC for data, _ in files):
+            return Probe.no(f"{files[0][0]} is a zip file, as torch.save writes")
+        if not name and any(family_of(other) == "safetensors" for other in listing.names):
             return Probe.maybe("raw values, but the folder holds safetensors files too")
-        return Probe.yes(f"{files[0][1].name} describes raw values")
+        return Probe.yes(f"{files[0][1]} describes raw values")
 
 
-def _data_files(listing: FolderListing, pattern: str) -> list[str]:
+def _data_files(listing: Listing, pattern: str) -> list[str]:
     matching = (n for n in listing.names if fnmatch.fnmatchcase(n, pattern) and not is_training_state(n))
     return sorted(matching, key=natural)
 
@@ -150,17 +154,7 @@ def _own_meta(data: str) -> str:
     return f"{Path(data).stem}.meta.txt"
 
 
-def _starts_like_meta(path: Path) -> bool:
+def _starts_like_meta(listing: Listing, name: str) -> bool:
     from weightloaders.weights.raw import is_meta
 
-    return is_meta(_head(path, 4096))
-
-
-def _is_zip(path: Path) -> bool:
-    return _head(path, len(ZIP_MAGIC)) == ZIP_MAGIC
-
-
-def _head(path: Path, length: int) -> bytes:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(length)
-    return b""
+    return is_meta(head_of(listing, name, 4096))

@@ -13,14 +13,17 @@ from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate, looks_like_repository
 from weightloaders.loaders.torch import not_of_torch
 from weightloaders.weights.candidates import Wanted
-from weightloaders.weights.files import Selection, choose_files, holds_weights, select_files
+from weightloaders.weights.files import Selection, choose_files, holds_weights, listed, select_listed
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightloaders.loaders.hub_files import HubFiles
+    from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Weights
+
+_WITHOUT = "a folder without safetensors or .bin files"
 
 
 class HuggingFaceLoader(BaseWeightLoader):
@@ -88,7 +91,7 @@ class HuggingFaceLoader(BaseWeightLoader):
         """
         from weightloaders.weights.catalogue import catalogue
 
-        place = locate(model_name_or_path, lambda folder: holds_weights(folder / self.subfolder, self.wanted))
+        place = locate(model_name_or_path, self._is_there)
         notes = [place.note] if place.note else []
         if place.path is not None:
             selection = self._on_disk(place.path)
@@ -100,16 +103,18 @@ class HuggingFaceLoader(BaseWeightLoader):
         selection = replace(selection, notes=(*notes, *selection.notes))
         return catalogue(selection, key=self.key, safe_globals=self.safe_globals)
 
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
+        """The same of files wherever they lie. What leads to the hub, and `subfolder`, is of no account then."""
+        from weightloaders.weights.catalogue import catalogue
+
+        selection = select_listed(listing, name, self.wanted)
+        return catalogue(selection, key=self.key, safe_globals=self.safe_globals)
+
+    def _is_there(self, folder: Path) -> bool:
+        return holds_weights(FolderListing(folder / self.subfolder), self.wanted)
+
     def _on_disk(self, path: Path) -> Selection:
-        wanted = self.wanted
-        return select_files(
-            path / self.subfolder,
-            families=wanted.families,
-            file_pattern=wanted.file_pattern,
-            variant=wanted.variant,
-            ignore_index=wanted.ignore_index,
-            include_unindexed=wanted.include_unindexed,
-        )
+        return select_listed(*listed(path / self.subfolder), self.wanted)
 
     def _on_hub(self, files: HubFiles) -> Selection:
         files = files.within(self.subfolder)
@@ -129,12 +134,21 @@ class HuggingFaceLoader(BaseWeightLoader):
         kind = kind_of(place)
         if kind is None:
             return Probe.no("a single file")
-        if kind == A_FOLDER and holds_weights(place, Wanted()):
-            stranger = not_of_torch(place, Wanted())
-            return Probe.maybe(stranger) if stranger else Probe.yes("a folder with weights in Hugging Face's layout")
+        if kind == A_FOLDER and holds_weights(FolderListing(place), Wanted()):
+            return cls.probe_listing(FolderListing(place))
         if looks_like_repository(path):
             return Probe.maybe("it may be a repository on the hub")
-        return Probe.no("a folder without safetensors or .bin files" if kind == A_FOLDER else f"it {kind}")
+        return Probe.no(_WITHOUT if kind == A_FOLDER else f"it {kind}")
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> Probe:
+        """Whether it is a folder with weights, wherever it lies."""
+        if name:
+            return Probe.no("a single file")
+        if not holds_weights(listing, Wanted()):
+            return Probe.no(_WITHOUT)
+        stranger = not_of_torch(listing, Wanted())
+        return Probe.maybe(stranger) if stranger else Probe.yes("a folder with weights in Hugging Face's layout")
 
 
 def _is_whole(selection: Selection) -> bool:

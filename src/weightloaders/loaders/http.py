@@ -9,8 +9,8 @@ from weightloaders.errors import OptionsError, SourceNotFoundError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.web import WebFolder, split_address
 from weightloaders.weights.candidates import Wanted
-from weightloaders.weights.file_names import OTHER_FORMATS, indexed_name, suffix_of
-from weightloaders.weights.files import by_index, choose_files, one_file
+from weightloaders.weights.file_names import OTHER_FORMATS, suffix_of
+from weightloaders.weights.files import select_listed
 from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
@@ -77,15 +77,11 @@ class HttpLoader(BaseWeightLoader):
                 hint="files on disk are read by the loaders 'local', 'torch' and 'hf'",
             )
         url, name = split_address(model_name_or_path)
-        folder = WebFolder(url, self._headers)
-        if not name:
-            selection = choose_files(folder, self.wanted)
-        elif indexed_name(name):
-            selection = by_index(folder, name, self.wanted)
-        else:
-            selection = one_file(folder, name, self.wanted)
         return catalogue(
-            selection, max_header_bytes=self.max_header_bytes, key=self.key, safe_globals=self.safe_globals
+            select_listed(WebFolder(url, self._headers), name, self.wanted),
+            max_header_bytes=self.max_header_bytes,
+            key=self.key,
+            safe_globals=self.safe_globals,
         )
 
     @classmethod

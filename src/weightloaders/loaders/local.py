@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import indexed_name, suffix_of
-from weightloaders.weights.files import holds_weights, select_files
+from weightloaders.weights.files import head_of, holds_weights, listed, select_listed
 from weightloaders.weights.folder import A_FOLDER, kind_of
 from weightloaders.weights.sniff import is_safetensors
 
 if TYPE_CHECKING:
+    from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Weights
 
 
@@ -52,31 +52,36 @@ class LocalLoader(BaseWeightLoader):
             IncompleteCheckpointError: If a file or tensor that the index names is absent.
             SourceError: If a file is not what it should be; see `weightloaders.errors`.
         """
+        return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
+
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
+        """The same of files wherever they lie."""
         from weightloaders.weights.catalogue import catalogue
 
-        selection = select_files(
-            Path(model_name_or_path).expanduser(),
+        wanted = Wanted(
             families=("safetensors",),
             file_pattern=self.file_pattern,
             ignore_index=self.ignore_index,
             include_unindexed=self.include_unindexed,
         )
-        return catalogue(selection, max_header_bytes=self.max_header_bytes)
+        return catalogue(select_listed(listing, name, wanted), max_header_bytes=self.max_header_bytes)
 
     @classmethod
     def probe(cls, path: str) -> Probe:
         """Whether it is a folder with safetensors files, or such a file."""
         place = Path(path).expanduser()
         kind = kind_of(place)
-        if kind == A_FOLDER:
-            if holds_weights(place, Wanted(families=("safetensors",))):
+        return cls.probe_listing(*listed(place)) if kind in (None, A_FOLDER) else Probe.no(f"it {kind}")
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> Probe:
+        """The same of files wherever they lie."""
+        if not name:
+            if holds_weights(listing, Wanted(families=("safetensors",))):
                 return Probe.yes("a folder with safetensors files")
             return Probe.no("a folder without safetensors files")
-        if kind is not None:
-            return Probe.no(f"it {kind}")
-        if suffix_of(indexed_name(place.name) or place.name) == ".safetensors":
+        if suffix_of(indexed_name(name) or name) == ".safetensors":
             return Probe.yes("a safetensors file by its name")
-        with contextlib.suppress(OSError), place.open("rb") as file:
-            if is_safetensors(file.read(64)):
-                return Probe.yes("a safetensors file by its first bytes")
+        if is_safetensors(head_of(listing, name, 64)):
+            return Probe.yes("a safetensors file by its first bytes")
         return Probe.no("not a safetensors file")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,10 +10,11 @@ from weightloaders.errors import OptionsError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, suffix_of
-from weightloaders.weights.files import first_file, holds_weights, select_files
+from weightloaders.weights.files import first_file, head_of, holds_weights, listed, select_listed
 from weightloaders.weights.folder import A_FOLDER, kind_of
 
 if TYPE_CHECKING:
+    from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Weights
 
 
@@ -69,61 +69,65 @@ class TorchLoader(BaseWeightLoader):
             AmbiguousSourceError: If a file holds several state dicts, and `key` does not say which.
             SourceError: If a file is not what it should be; see `weightloaders.errors`.
         """
+        return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
+
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
+        """The same of files wherever they lie."""
         from weightloaders.weights.catalogue import catalogue
 
-        selection = select_files(
-            Path(model_name_or_path).expanduser(),
+        wanted = Wanted(
             families=("torch",),
             file_pattern=self.file_pattern,
             ignore_index=self.ignore_index,
             include_unindexed=self.include_unindexed,
         )
-        return catalogue(selection, key=self.key, safe_globals=self.safe_globals)
+        return catalogue(select_listed(listing, name, wanted), key=self.key, safe_globals=self.safe_globals)
 
     @classmethod
     def probe(cls, path: str) -> Probe:
         """Whether it is a folder with PyTorch files, or such a file."""
         place = Path(path).expanduser()
         kind = kind_of(place)
-        if kind == A_FOLDER:
+        return cls.probe_listing(*listed(place)) if kind in (None, A_FOLDER) else Probe.no(f"it {kind}")
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> Probe:
+        """The same of files wherever they lie."""
+        if not name:
             wanted = Wanted(families=("torch",))
-            if not holds_weights(place, wanted):
+            if not holds_weights(listing, wanted):
                 return Probe.no("a folder without PyTorch files")
-            stranger = not_of_torch(place, wanted)
+            stranger = not_of_torch(listing, wanted)
             return Probe.maybe(stranger) if stranger else Probe.yes("a folder with PyTorch files")
-        if kind is not None:
-            return Probe.no(f"it {kind}")
-        index_of = indexed_name(place.name)
+        index_of = indexed_name(name)
         if index_of is not None:
             return (
                 Probe.yes("an index of PyTorch files")
                 if family_of(index_of) == "torch"
                 else Probe.no("another's index")
             )
-        if suffix_of(place.name) in OTHER_FORMATS:
+        if suffix_of(name) in OTHER_FORMATS:
             # Some of these are zip files, too.
-            return Probe.no(f"its format is {OTHER_FORMATS[suffix_of(place.name)]}")
-        named_so = family_of(place.name) == "torch"
-        if _begins_as_torch_does(place):
+            return Probe.no(f"its format is {OTHER_FORMATS[suffix_of(name)]}")
+        named_so = family_of(name) == "torch"
+        if _begins_as_torch_does(listing, name):
             return Probe.yes("a file of torch.save") if named_so else Probe.maybe("a zip file, as torch.save writes")
         # Its reader can say what it is instead, an LFS pointer for one.
         return Probe.maybe("a PyTorch file by its name alone") if named_so else Probe.no("not a file of torch.save")
 
 
-def not_of_torch(folder: Path, wanted: Wanted) -> str | None:
+def not_of_torch(listing: Listing, wanted: Wanted) -> str | None:
     """Why the files that a folder's names promise are none of `torch.save`'s; None if they are, or another format's.
 
     Formats of all kinds are called ``.bin``, so the beginning of the first of them is looked at.
     """
-    first = first_file(folder, wanted)
-    if first is None or first[1] != "torch" or _begins_as_torch_does(first[0]):
+    first = first_file(listing, wanted)
+    if first is None or first[1] != "torch" or _begins_as_torch_does(listing, first[0]):
         return None
-    return f"{first[0].name} is a PyTorch file by its name alone"
+    return f"{first[0]} is a PyTorch file by its name alone"
 
 
-def _begins_as_torch_does(file: Path) -> bool:
+def _begins_as_torch_does(listing: Listing, name: str) -> bool:
     from weightloaders.weights.torch_zip import is_torch_file
 
-    with contextlib.suppress(OSError), file.open("rb") as opened:
-        return is_torch_file(opened.read(64))
-    return False
+    return is_torch_file(head_of(listing, name, 64))

@@ -91,6 +91,15 @@ def select_files(
         CheckpointFormatError: If the index is malformed.
     """
     wanted = Wanted(families, file_pattern, variant, ignore_index, include_unindexed)
+    return select_listed(*listed(path), wanted)
+
+
+def listed(path: str | Path) -> tuple[FolderListing, str]:
+    """What lies at a path: the listing of the folder, and the name of the file in it; empty for the folder itself.
+
+    Raises:
+        SourceNotFoundError: If there is no such path.
+    """
     path = Path(path)
     kind = kind_of(path)
     if kind not in (None, A_FOLDER):
@@ -99,35 +108,55 @@ def select_files(
             file=path,
             hint="check the path; a repository on the hub is read by the loader 'hf', an https address by 'http'",
         )
-    listing = FolderListing(path if kind else path.parent)
-    if kind:
+    return (FolderListing(path), "") if kind else (FolderListing(path.parent), path.name)
+
+
+def select_listed(listing: Listing, name: str, wanted: Wanted) -> Selection:
+    """Choose the files of a checkpoint wherever it lies; see `select_files`.
+
+    Args:
+        listing: What lies in the folder.
+        name: The weights file, or the index, that was named; empty for the folder.
+        wanted: What is asked for.
+    """
+    if not name:
         selection = choose_files(listing, wanted)
-    elif indexed_name(path.name):
-        selection = by_index(listing, path.name, wanted)
+    elif indexed_name(name):
+        selection = by_index(listing, name, wanted)
     else:
-        selection = one_file(listing, path.name, wanted)
-    listing.check_links(selection.files)
+        selection = one_file(listing, name, wanted)
+    if isinstance(listing, FolderListing):
+        listing.check_links(selection.files)
     return selection
 
 
-def holds_weights(folder: Path, wanted: Wanted) -> bool:
+def holds_weights(listing: Listing, wanted: Wanted) -> bool:
     """Whether the names in a folder promise weights, or an index of some; nothing is opened."""
     try:
-        return any(not candidate.reason for candidate in sort_out(FolderListing(folder), wanted))
+        return any(not candidate.reason for candidate in sort_out(listing, wanted))
     except AmbiguousSourceError:
         return True
     except SourceError:
         return False
 
 
-def first_file(folder: Path, wanted: Wanted) -> tuple[Path, Family] | None:
+def first_file(listing: Listing, wanted: Wanted) -> tuple[str, Family] | None:
     """The first of the files that names alone promise, and its format; None where there is none. Nothing is opened."""
     try:
-        candidates = [candidate for candidate in sort_out(FolderListing(folder), wanted) if not candidate.reason]
+        candidates = [candidate for candidate in sort_out(listing, wanted) if not candidate.reason]
     except SourceError:
         return None
     files = sorted((c for c in candidates if not c.is_index), key=lambda c: (c.group, natural(c.name)))
-    return (folder / files[0].name, files[0].family) if files else None
+    return (files[0].name, files[0].family) if files else None
+
+
+def head_of(listing: Listing, name: str, length: int) -> bytes:
+    """The first bytes of a file, for telling what it is; none where it can't be read."""
+    try:
+        source = listing.open(name)
+        return source.read(0, min(length, source.size))
+    except SourceError:
+        return b""
 
 
 def choose_files(listing: Listing, wanted: Wanted) -> Selection:

@@ -49,6 +49,8 @@ _SLOWEST, _SLOW_AFTER = 1024, 30.0
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 8
+# On the hub what precedes an @ is no password, but a repository.
+_ADDRESS = re.compile(r"(?!hf:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
@@ -58,8 +60,8 @@ def is_web_address(name: str) -> bool:
 
 
 def shown(name: str) -> str:
-    """A name as it may be shown: of a web address no password, and no query, which may hold a signature."""
-    if not is_web_address(name):
+    """A name as it may be shown: of an address no password, and no query, which may hold a signature."""
+    if not _ADDRESS.match(name):
         return name
     # By hand, for it may be no address after all.
     scheme, _, rest = re.split(r"[?#]", name, maxsplit=1)[0].partition("://")

@@ -19,11 +19,13 @@ from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
 from weightloaders.prepare import load_context, prepare
 from weightloaders.skeleton import model_files
+from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from collections.abc import Sequence as SequenceOf
 
+    from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.report import LoadReport
 
 logger = logging.getLogger(__name__)
@@ -104,8 +106,9 @@ class TransformersEngine:
         if tokenizer is not None:
             read_tokenizer = _tokenizer(tokenizer, {}, trust_remote_code)
         else:
+            loader = prepared.loader if weights is None else None
             has_one = _has_tokenizer(model)
-            read_tokenizer = _tokenizer(model, prepared.hub_options, trust_remote_code) if has_one else None
+            read_tokenizer = _tokenizer(model, prepared.hub_options, trust_remote_code, loader) if has_one else None
         engine = cls(prepared.model, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         engine.load_report = prepared.fill()
         return engine
@@ -243,15 +246,18 @@ def _has_tokenizer(source: str) -> bool:
     return False
 
 
-def _tokenizer(source: str, hub: Mapping[str, Any], trust_remote_code: bool) -> Any:
+def _tokenizer(
+    source: str, hub: Mapping[str, Any], trust_remote_code: bool, loader: BaseWeightLoader | None = None
+) -> Any:
     # transformers raises whatever its many tokenizers raise.
     try:
-        return AutoTokenizer.from_pretrained(model_files(source, hub), trust_remote_code=trust_remote_code)
+        folder = model_files(source, hub, loader=loader)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ModelError(
-            f"the tokenizer in {source} can't be read: "
+            f"the tokenizer in {shown(source)} can't be read: "
             f"{error.message if isinstance(error, WeightLoadersError) else summary(error)}",
-            file=source,
+            file=shown(source),
             hint="name another: LLM(..., tokenizer='folder or hub id')",
         ) from error
 
