@@ -129,6 +129,25 @@ def test_a_tensor_of_another_shape_than_the_catalogues_is_refused():
         load(Liar(TENSORS))
 
 
+def test_a_model_that_loads_itself_is_handed_the_stream_and_may_keep_what_it_gets():
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(4, 4))
+
+        def load_weights(self, weights):
+            kept = dict(weights)
+            with torch.no_grad():
+                self.a.copy_(kept["q"])
+                self.b.copy_(kept["k"])
+
+    engine, model = Engine({name: TENSORS[name] for name in "qk"}), Own()
+    load(engine, model, rules=None)
+    assert torch.equal(model.a, TENSORS["q"])
+    assert torch.equal(model.b, TENSORS["k"])
+    assert (engine.asked, engine.closed) == ([["k", "q"]], 1)
+
+
 def test_single_tensors_are_read_by_themselves():
     engine = Engine(TENSORS)
     with engine.get_weights("x") as weights:

@@ -85,7 +85,8 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
     work = groundwork(model, now, context, plan.unfilled, plan.tied)
     with show_progress(context) as progress, marking(model) as mark:
         with context.timed("prepare"):
-            views = mapped(plan.steps, context.device.device_of) if context.transfer.mode == "mmap" else Mapped()
+            maps = context.transfer.mode == "mmap" and weights.stream is None
+            views = mapped(plan.steps, context.device.device_of) if maps else Mapped()
             prepared = work.lay(mark, views.twins)
             if prepared.replaced:
                 plan.steps[:] = _for_new_objects(plan.steps, model)

@@ -25,6 +25,7 @@ from weightloaders.report import LoadReport
 from weightloaders.transfer.coverage import Coverage, Covered
 from weightloaders.transfer.engine import ProgressEvent, Transferred, tell
 from weightloaders.transfer.handing import HandedTensors
+from weightloaders.transfer.supplied import Supplied
 from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.weights import Stream, Weights
 
@@ -117,6 +118,9 @@ def _handed(
     total: int,
     progress: Callable[[ProgressEvent], object],
 ) -> Generator[tuple[str, torch.Tensor]]:
+    if weights.stream is not None:
+        yield from _supplied(weights, weights.stream, moved, total, progress)
+        return
     handed = HandedTensors(weights.infos(), lambda info: weights[info.name], options)
     with contextlib.closing(iter(handed)) as tensors:
         for info, tensor in tensors:
@@ -126,6 +130,22 @@ def _handed(
             tell(progress, ProgressEvent(min(handed.bytes_read + handed.bytes_mapped, total), total))
             yield info.name, tensor
             # What the model lets go of gives its memory to the next.
+            del tensor
+
+
+def _supplied(
+    weights: Weights,
+    stream: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]],
+    moved: Transferred,
+    total: int,
+    progress: Callable[[ProgressEvent], object],
+) -> Generator[tuple[str, torch.Tensor]]:
+    with contextlib.closing(iter(Supplied(weights.infos(), stream))) as tensors:
+        for info, tensor in tensors:
+            moved.bytes_read += info.bytes_stored
+            moved.extra_memory = max(moved.extra_memory, info.nbytes)
+            tell(progress, ProgressEvent(moved.bytes_read, total))
+            yield info.name, tensor.clone() if weights.borrowed else tensor
             del tensor
 
 
