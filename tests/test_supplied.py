@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from weightloaders import BaseWeightLoader, Convert, TensorInfo, Weights, load_into, plan_load
-from weightloaders.errors import LoadError, PlanError
+from weightloaders.errors import LoadError, PlanError, SourceClosedError
 
 
 class Engine(BaseWeightLoader):
@@ -154,6 +154,16 @@ def test_single_tensors_are_read_by_themselves():
         assert torch.equal(weights["q"], TENSORS["q"])
         assert weights["q"].data_ptr() != TENSORS["q"].data_ptr()
     assert (engine.single, engine.asked) == (2, [])
+
+
+def test_all_tensors_come_by_the_stream_and_belong_to_whoever_gets_them():
+    engine = Engine(TENSORS)
+    with engine.get_weights("x") as weights:
+        for got in (dict(weights.items()), dict(zip(reversed(list(weights)), weights.values(), strict=True))):
+            assert all(torch.equal(got[name], tensor) for name, tensor in TENSORS.items())
+    assert (engine.single, len(engine.asked), engine.closed) == (0, 2, 2)
+    with pytest.raises(SourceClosedError):
+        list(weights.items())
 
 
 def test_a_plan_says_which_tensors_it_reads():

@@ -25,8 +25,8 @@ from weightloaders.report import LoadReport
 from weightloaders.transfer.coverage import Coverage, Covered
 from weightloaders.transfer.engine import ProgressEvent, Transferred, tell
 from weightloaders.transfer.handing import HandedTensors
-from weightloaders.transfer.supplied import Supplied
 from weightloaders.transfer.verify import check_finite, check_sha256
+from weightloaders.weights.supplied import Supplied
 from weightloaders.weights.weights import Stream, Weights
 
 if TYPE_CHECKING:

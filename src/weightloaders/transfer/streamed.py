@@ -17,9 +17,9 @@ from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, 
 from weightloaders.transfer.foreign import place_of
 from weightloaders.transfer.read_ahead import ReadAhead
 from weightloaders.transfer.sources import check_unchanged, sources_of
-from weightloaders.transfer.supplied import Supplied
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import read_tensor
+from weightloaders.weights.supplied import Supplied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import TYPE_CHECKING, Any
@@ -163,12 +164,25 @@ class Weights(Mapping[str, torch.Tensor]):
                 return tensor.detach().clone()
 
     def items(self) -> ItemsView[str, torch.Tensor]:
-        """Pairs of name and tensor, read one at a time in storage order."""
+        """Pairs of name and tensor, read one at a time in storage order, or by `stream` in its order."""
         return _StreamedItems(self)
 
     def values(self) -> ValuesView[torch.Tensor]:
-        """The tensors, read one at a time in storage order."""
+        """The tensors, in the same order."""
         return _StreamedValues(self)
+
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.stream is None:
+            for name in self._catalogue:
+                yield name, self[name]
+            return
+        from weightloaders.weights.supplied import Supplied  # which builds on this module
+
+        self.check_open()
+        with contextlib.closing(iter(Supplied(self.infos(), self.stream))) as tensors:
+            for info, tensor in tensors:
+                self.check_open()
+                yield info.name, tensor.detach().clone() if self.borrowed else tensor
 
     # -- life time
 
@@ -222,16 +236,14 @@ class _StreamedItems(ItemsView[str, torch.Tensor]):
     _mapping: Weights
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in self._mapping:
-            yield name, self._mapping[name]
+        return self._mapping._pairs()  # noqa: SLF001 -- a part of that class
 
 
 class _StreamedValues(ValuesView[torch.Tensor]):
     _mapping: Weights
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        for name in self._mapping:
-            yield self._mapping[name]
+        return (tensor for _, tensor in self._mapping._pairs())  # noqa: SLF001 -- a part of that class
 
 
 class Stream:
