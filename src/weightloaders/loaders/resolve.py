@@ -15,7 +15,8 @@ from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate
 from weightloaders.loaders.web import WebFolder, split_address
 from weightloaders.weights.folder import FolderListing, kind_of
-from weightloaders.weights.http import in_parallel, is_web_address, shown
+from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:

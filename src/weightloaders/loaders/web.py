@@ -8,8 +8,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError
 from weightloaders.loaders.hub import hub_endpoint, offline_because
 from weightloaders.weights.file_names import family_of, indexed_name
-from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, in_parallel, shown
+from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, shown
 from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:

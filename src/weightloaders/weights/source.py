@@ -177,7 +177,7 @@ class FileSource(ByteSource):
                 )
             offset += count
             if offset < end:
-                views = _behind(views, count)
+                views = behind(views, count)
         return end
 
     def _read_some(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -252,7 +252,7 @@ def _fingerprint(status: os.stat_result) -> tuple[int, int, int, int]:
 _seek_lock = threading.Lock()
 
 
-def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
+def behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of these views behind their first bytes."""
     for at, view in enumerate(views):
         if count < len(view):
