@@ -27,6 +27,7 @@ DISABLE_VARIABLE = "WEIGHTLOADERS_DISABLE"
 KNOWN_PACKAGES = {
     "gguf": "weightloaders-gguf",
     "npz": "weightloaders-npz",
+    **dict.fromkeys(("dcp", "distcp", "sharded_state"), "weightloaders-dcp"),
     **dict.fromkeys(("remote", "s3", "gs", "az"), "weightloaders-remote"),
 }
 
