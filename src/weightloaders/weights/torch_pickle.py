@@ -84,8 +84,12 @@ class MetaStorages:
             dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
             start, size = (0, numel) if view is None else view[1:]
             consistent = 0 <= start <= start + size <= numel
+            # Only what is plain is made text of: nested tuples may have more of it than fits in memory.
+            plain = type(record) in (str, int)
         except (TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointFormatError(f"{self.file} names a storage in an unknown way", file=self.file) from error
+        if not plain:
+            raise CheckpointFormatError(f"{self.file} names a storage in an unknown way", file=self.file)
         claim = (numel, dtype.itemsize)
         if not consistent or self.claims.setdefault(str(record), claim) != claim:
             raise CheckpointFormatError(
