@@ -75,7 +75,7 @@ def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
             tensor=from_nowhere,
             hint="load without verify, or check the files before",
         )
-    sources = {extent.source.name: extent.source for info in infos for extent in info.extents}
+    sources = {origin.name: origin for info in infos for extent in info.extents for origin in (extent.source.origin,)}
     found = {}
     for source in sources.values():
         expected = expected_sha256(Path(source.name))

@@ -45,6 +45,11 @@ class ByteSource(ABC):
     name: str
 
     @property
+    def origin(self) -> ByteSource:
+        """What is really read: the source itself, or the one that its bytes are made from while they are read."""
+        return self
+
+    @property
     def most_views(self) -> int:
         """How many views `read_vectors` fills in one go; 1 where each is a read of its own."""
         return 1
