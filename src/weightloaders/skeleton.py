@@ -20,7 +20,7 @@ from weightloaders.discovery import did_you_mean
 from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.place import as_name, looks_like_repository
-from weightloaders.loaders.resolve import resolve_folder
+from weightloaders.loaders.resolve import fetch_model_files, resolve_folder
 from weightloaders.mapping.dtypes import is_codes
 from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
@@ -105,9 +105,9 @@ def model_files(
     # Of other places than folders, the hub and the web only their loaders know anything.
     if loader is None and _is_strange(name):
         loader = WeightLoaderRegistry.resolve("auto", source=name)
-    folder = None if loader is None else loader.get_model_files(name, needed)
-    if folder is not None:
-        return folder
+    found = None if loader is None else loader.get_model_files(name, needed)
+    if found is not None:
+        return found if isinstance(found, Path) else fetch_model_files(found, needed=needed)
     options = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
     subfolder, headers = options.pop("subfolder", ""), options.pop("headers", None)
     return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder, needed=needed, headers=headers)

@@ -121,7 +121,7 @@ class AutoLoader(BaseWeightLoader):
         chosen = self.choose(model_name_or_path)
         return as_weights(chosen.get_weights(model_name_or_path), borrowed=chosen.borrowed)
 
-    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights | Stream:
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
         """What the chosen loader says that the files hold. See `choose_for`."""
         return self.choose_for(listing, name).get_listed_weights(listing, name)
 

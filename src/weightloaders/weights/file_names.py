@@ -80,6 +80,11 @@ def indexed_name(name: str) -> str | None:
     return match and match["stem"] + (match["variant"] or "") + match["suffix"]
 
 
+def names_weights(name: str) -> bool:
+    """Whether a name ends like that of a weights file, in whichever format, or of an index of some."""
+    return family_of(name) is not None or indexed_name(name) is not None or suffix_of(name) in OTHER_FORMATS
+
+
 def is_training_state(name: str) -> bool:
     """Whether it is an optimizer's, a scheduler's or another part of a trainer's state."""
     return _TRAINING_STATE.fullmatch(name) is not None
