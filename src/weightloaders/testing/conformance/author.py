@@ -6,14 +6,16 @@ import inspect
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
 
 import weightloaders as wl
 from weightloaders.errors import WeightLoadersError, summary
+from weightloaders.loaders.headers_only import headers_only
 from weightloaders.testing.tiny import DTYPES, sample
 from weightloaders.weights.reading import memory_of
+from weightloaders.weights.weights import as_catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,6 +85,13 @@ class Author:
     def files_changed(self, folder: Path) -> None:
         """Called when the suite has changed files in the folder, e.g. to upload them again. Does nothing by default."""
 
+    def may_go_unnoticed(self, damage: Literal["empty", "truncated", "garbage"], file: Path) -> bool:  # noqa: ARG002
+        """Whether the format has nothing to tell this damage of a file by; False by default.
+
+        A file that holds bare values can't be told from one of other values, for one.
+        """
+        return False
+
     # -- for the checks
 
     @property
@@ -94,8 +103,16 @@ class Author:
         return loader.__func__ if isinstance(loader, staticmethod) else loader
 
     def open(self, source: str | Path) -> wl.Weights:
-        """Open a source with the loader."""
-        return wl.open_weights(source, self.given_loader, **self.options)
+        """Open a source with the loader, as `open_weights` does; but what it raises is not made an error of ours."""
+        loader = self.created_loader(str(source))
+        with headers_only():
+            return as_catalogue(loader.get_weights(str(source)), borrowed=loader.borrowed)
+
+    def created_loader(self, source: str | None = None) -> wl.BaseWeightLoader:
+        """The loader, created with the options of the suite."""
+        given = self.given_loader
+        options = {} if isinstance(given, wl.BaseWeightLoader) else self.options
+        return wl.WeightLoaderRegistry.resolve(given, options, source=source)
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Whether the format can hold a tensor of this shape, by what is declared."""
@@ -148,9 +165,7 @@ def expect_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None
     said, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
     expect(said == due, f"{name!r} was written as {due} and read as {said}")
     if bits(tensor) != bits(expected):
-        raise AssertionError(
-            f"{name!r} was read with other values than were written:\n{tensor}\nrather than\n{expected}"
-        )
+        raise AssertionError(f"{name!r} was written with these values:\n{expected}\nand read as:\n{tensor}")
 
 
 def expect_all(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
