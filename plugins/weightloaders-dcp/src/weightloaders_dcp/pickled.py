@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError
+from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +69,8 @@ def read_pickle(raw: bytes, file: str) -> Any:
             if step is None:
                 raise _Refused(f"it has the opcode {opcode.name}")
             step(machine, argument)
+    except WeightLoadersError:
+        raise
     except (_Refused, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointFormatError(
             f"the pickle in {file} is damaged, or not one of DCP's: {error}", file=file, hint=_DAMAGED
