@@ -272,7 +272,7 @@ class _Parser:
                 for left in range(left, 0, -1):  # noqa: B007, B020 -- where it stopped is where it goes on
                     at += 8 + length_at(raw, at)[0]
                 left = 0
-            except struct.error:
+            except (struct.error, OverflowError):
                 self._need(at + 8)
         self._need(at)
         self._at = at
