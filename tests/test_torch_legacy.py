@@ -14,12 +14,29 @@ import torch
 
 from weightloaders import load_into, open_weights
 from weightloaders.errors import CheckpointFormatError, WeightLoadersError
+from weightloaders.loaders.torch import TorchLoader
+from weightloaders.testing import LoaderConformance
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.torch_zip import read_torch
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+class TestLegacyFiles(LoaderConformance):
+    """The suite for loaders, of files in the old layout."""
+
+    loader = TorchLoader
+
+    @pytest.mark.slow
+    def test_a_spawned_process_reads_the_same_values(self, tmp_path: Path) -> None:
+        super().test_a_spawned_process_reads_the_same_values(tmp_path)
+
+    def write_checkpoint(self, folder: Path, tensors: Any) -> Path:
+        torch.save(dict(tensors), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+        return folder
+
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
 SYSTEM = {"protocol_version": PROTOCOL, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
