@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
+_OF_META = "it is in Meta's layout: name the loader 'meta' (pip install weightloaders-meta), which makes a config of it"
 # Options of the hub, and of the web, that find a config as well as weights.
 HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only", "headers")
 
@@ -186,7 +187,10 @@ def _files_or_explain(
                 file=where,
                 hint="merge it into its base model (peft: merge_and_unload()), save that and load it",
             ) from error
-        raise ModelError(f"there is no config in {where}: {error.message}", file=where, hint=_NO_CONFIG) from error
+        is_metas = (Path(source) / "params.json").is_file()
+        raise ModelError(
+            f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
+        ) from error
 
 
 def _config(

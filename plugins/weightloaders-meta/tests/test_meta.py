@@ -319,6 +319,12 @@ def test_a_folder_that_is_none_of_metas_is_refused_and_a_missing_part_named(tmp_
         open_weights(folder, "meta")
 
 
+def test_whoever_does_not_name_the_loader_is_told_of_it(tmp_path, reference):
+    with pytest.raises(ModelError) as caught:
+        from_pretrained(folder_of(tmp_path / "llama", reference), progress=False)
+    assert "loader 'meta'" in caught.value.hint
+
+
 def test_safetensors_are_taken_before_pth_and_a_pattern_before_both(tmp_path, reference):
     folder = folder_of(tmp_path / "llama", reference)
     save_file(as_meta(llama(seed=7)), folder / "consolidated.safetensors")

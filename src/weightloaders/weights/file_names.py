@@ -23,6 +23,7 @@ OTHER_FORMATS = {
     ".msgpack": "Flax's, which no loader here reads",
     ".onnx": "ONNX, which no loader here reads",
     ".distcp": "torch.distributed.checkpoint's, which the loader 'dcp' (package weightloaders-dcp) reads",
+    ".tensors": "tensorizer's, which the loader 'tensorizer' (package weightloaders-engines) reads",
 }
 
 # What a rank of several wrote for itself: slices under the names of whole tensors, which nobody must take for these.
@@ -39,7 +40,7 @@ _OF_A_RANK = (
     ),
 )
 # Loaders of packages of their own, by the suffix of what they read.
-_READERS = {".gguf": "gguf", ".npz": "npz", ".distcp": "dcp"}
+_READERS = {".gguf": "gguf", ".npz": "npz", ".distcp": "dcp", ".tensors": "tensorizer"}
 # Meta's tensor-parallel parts.
 _PART = re.compile(r"consolidated\.(\d{1,4})\.(pth|pt)", re.IGNORECASE)
 
