@@ -100,7 +100,7 @@ def test_big_endian_blocks_are_decoded(tmp_path, kind):
     codes = gguf_models.coded(values, kind)
     with np.errstate(all="ignore"):
         expected = torch.from_numpy(gguf.quants.dequantize(codes, gguf.GGMLQuantizationType[kind]))
-    elements, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    _, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = codes.reshape(-1, nbytes).copy()
     for at in HALVES_IN_BLOCK[kind]:
         blocks[:, at : at + 2] = blocks[:, at : at + 2][:, ::-1]
@@ -161,7 +161,8 @@ def test_parts_of_a_tensor_by_rules(tmp_path):
     model = Halves()
     rule = wl.Convert("w", ["a", "b"], lambda w: (w[:12].T, w[12:].T))
     wl.load_into(model, path, rules=[rule], progress=False)
-    assert torch.equal(model.a, expected[:12].T) and torch.equal(model.b, expected[12:].T)
+    assert torch.equal(model.a, expected[:12].T)
+    assert torch.equal(model.b, expected[12:].T)
 
 
 def test_memory_is_bounded_and_so_is_the_number_of_threads(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 import threading
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -76,7 +76,8 @@ class GgufLoader(wl.BaseWeightLoader):
             headers = [header for _, header in headers_of(files)]
             if folder is None:
                 folder = Path(tempfile.mkdtemp(prefix="weightloaders-gguf-"))
-                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                # Whoever was told of it may outlive this loader.
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
                 write_config(headers, folder)
                 self._folders[key] = folder
             if needed != "config.json" and not (folder / "tokenizer.json").exists():
