@@ -156,6 +156,9 @@ def _nobody_here(
     where = f"{listing.where}/{name}" if name else listing.where
     if name:
         return CheckpointFormatError(f"no loader recognises {where}:{details}", file=where, hint=hint)
+    subfolders = listing.subfolders_with_weights()
+    if subfolders:
+        hint = f"weights lie in the sub-folder {' or '.join(subfolders)}: give that one"
     what = "no loader recognises what is in it" if listing.names else "there is no file in it"
     return SourceNotFoundError(f"no weights found at {where}: {what}{details}", file=where, hint=hint)
 

@@ -230,20 +230,13 @@ class RemoteSource(ByteSource):
 
     def _fetch(self, progress: _Progress) -> None:
         """Fetch what is missing, going on where a connection broke off."""
-        attempts, began = 0, progress.started
-        while True:
-            before = progress.done
-            try:
-                self._attempt(progress)
-                return
-            except TransientError as error:
-                if progress.done > before:
-                    attempts, began = 0, time.monotonic()
-                attempts += 1
-                pause = max(self.pause * 2 ** (attempts - 1), error.wait)
-                if attempts >= _ATTEMPTS or time.monotonic() + pause > began + self.patience:
-                    raise self._failed(error) from error.__cause__
-            time.sleep(pause)
+        try:
+            persistently(
+                lambda: self._attempt(progress), lambda: progress.done, pause=self.pause, patience=self.patience
+            )
+        except TransientError as error:
+            hint = "wait before you try again" if error.status == 429 else "check the network, or try again later"
+            raise self.error(str(error), error.status, error.code, hint) from error.__cause__
 
     def _attempt(self, progress: _Progress) -> None:
         """One request for what is still to come."""
@@ -294,9 +287,38 @@ class RemoteSource(ByteSource):
             hint="wait until whoever writes it is done, then load again",
         )
 
-    def _failed(self, error: TransientError) -> RemoteReadError:
-        hint = "wait before you try again" if error.status == 429 else "check the network, or try again later"
-        return self.error(str(error), error.status, error.code, hint)
+
+def persistently(
+    attempt: Callable[[], R],
+    done: Callable[[], int] = lambda: 0,
+    *,
+    pause: float = RemoteSource.pause,
+    patience: float = RemoteSource.patience,
+) -> R:
+    """The result of something that may fail for a while.
+
+    Args:
+        attempt: Does it. After a `TransientError` it is called again.
+        done: Tells how far it has come: as long as that grows, attempts go on.
+        pause: Seconds until the second attempt; the next pauses are twice as long each.
+        patience: Seconds that attempts may go on without bringing anything.
+
+    Raises:
+        TransientError: That of the last attempt.
+    """
+    attempts, began = 0, time.monotonic()
+    while True:
+        before = done()
+        try:
+            return attempt()
+        except TransientError as error:
+            if done() > before:
+                attempts, began = 0, time.monotonic()
+            attempts += 1
+            wait = max(pause * 2 ** (attempts - 1), error.wait)
+            if attempts >= _ATTEMPTS or time.monotonic() + wait > began + patience:
+                raise
+        time.sleep(wait)
 
 
 def in_parallel(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
