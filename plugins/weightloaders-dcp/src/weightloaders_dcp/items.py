@@ -21,7 +21,7 @@ from weightloaders.weights.sniff import is_safetensors
 from weightloaders.weights.torch_zip import read_torch_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -55,30 +55,32 @@ class Items:
             CheckpointFormatError: If an item is not what it should be.
             UnsafeCheckpointError: If an item is a pickle that would run code.
         """
-        for _, chunk in chunks:
-            if chunk.file not in self._headers:
-                self._headers[chunk.file] = _header_of(self._sources[chunk.file])
-        if len(chunks) < _THREADS:
-            heads = list(map(self._head, chunks))
+        by_file: dict[str, list[tuple[str, Chunk]]] = {}
+        for item in chunks:
+            by_file.setdefault(item[1].file, []).append(item)
+        if len(by_file) == 1 or len(chunks) < _THREADS:
+            heads = {file: self._heads(file, items) for file, items in by_file.items()}
         else:
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-dcp") as pool:
-                heads = list(pool.map(self._head, chunks, chunksize=64))
-        return [self._one(name, chunk, head) for (name, chunk), head in zip(chunks, heads, strict=True)]
+                heads = dict(zip(by_file, pool.map(self._heads, by_file, by_file.values()), strict=True))
+        return [self._one(name, chunk, next(heads[chunk.file])) for name, chunk in chunks]
 
-    def _head(self, item: tuple[str, Chunk]) -> bytes:
-        name, chunk = item
-        if self._headers[chunk.file] is not None:
-            return b""
-        source = self._sources[chunk.file]
-        if chunk.offset + chunk.length > source.size:
-            raise CheckpointFormatError(
-                f"tensor {name!r} lies at bytes {chunk.offset} to {chunk.offset + chunk.length} of {source.name}, "
-                f"which has {source.size}",
-                file=source.name,
-                tensor=name,
-                hint="the file is truncated, or belongs to another checkpoint; fetch it again",
-            )
-        return source.read(chunk.offset, min(_HEAD, chunk.length))
+    def _heads(self, file: str, items: Sequence[tuple[str, Chunk]]) -> Iterator[bytes]:
+        """The beginnings of some items of a file; nothing where a header says what they are."""
+        source = self._sources[file]
+        self._headers[file] = _header_of(source)
+        if self._headers[file] is not None:
+            return iter([b""] * len(items))
+        for name, chunk in items:
+            end = chunk.offset + chunk.length
+            if end > source.size:
+                raise CheckpointFormatError(
+                    f"tensor {name!r} lies at bytes {chunk.offset} to {end} of {source.name}, which has {source.size}",
+                    file=source.name,
+                    tensor=name,
+                    hint="the file is truncated, or belongs to another checkpoint; fetch it again",
+                )
+        return iter(source.read_many([(chunk.offset, min(_HEAD, chunk.length)) for _, chunk in items]))
 
     def _one(self, name: str, chunk: Chunk, head: bytes) -> TensorInfo:
         header, source = self._headers[chunk.file], self._sources[chunk.file]

@@ -10,6 +10,7 @@ import torch
 
 from weightloaders import Extent, TensorInfo, Weights
 from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
+from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.reading import read_tensor
 from weightloaders_dcp.choosing import choose
 from weightloaders_dcp.items import Items, check
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _SHOWN = 6
 
 
+@collector_paused()
 def read_checkpoint(listing: Listing, key: str | None) -> Weights:
     """Describe the model's tensors in a folder of DCP's.
 
