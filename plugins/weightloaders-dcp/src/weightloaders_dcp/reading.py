@@ -108,7 +108,7 @@ def _check_files(listing: Listing, files: Iterable[str]) -> None:
     named = [f"{file} {problem}" for file, problem in list(problems.items())[:_SHOWN]]
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
     raise IncompleteCheckpointError(
-        f"{METADATA} in {listing.where} names {', '.join(named)}{more}",
+        f"not all files that {METADATA} in {listing.where} names can be read: {', '.join(named)}{more}",
         file=f"{listing.where}/{next(iter(problems))}",
         hint="each rank wrote its own files: fetch those of all ranks into one folder",
     )
