@@ -38,6 +38,7 @@ HANDED_OUT = "test_tensors_stay_as_they_are_while_others_are_read"
 WRITING = "test_writing_into_a_tensor_changes_nothing_else"
 OUTLIVE = "test_tensors_outlive_closing"
 THREADS = "test_several_threads_read_the_same_values"
+LISTED = "test_files_that_are_listed_are_read_as_those_on_disk"
 TRUNCATED = "test_truncated_files_are_refused"
 CHANGED = "test_changed_bytes_never_end_in_a_foreign_exception"
 
@@ -311,6 +312,31 @@ def keeps_what_it_mapped_on_opening():
             return wl.Weights.describe(infos)
 
     return suite(Faulty), {NAMES: "are kept in memory"}
+
+
+def reads_listed_files_otherwise():
+    class Faulty(LocalLoader):
+        def get_weights(self, model_name_or_path):
+            return LocalLoader().get_weights(model_name_or_path)
+
+        def get_listed_weights(self, listing, name=""):
+            weights = super().get_listed_weights(listing, name)
+            return wl.Weights.describe([info.renamed(f"model.{info.name}") for info in weights.infos()])
+
+    return suite(Faulty), {LISTED: "the names differ"}
+
+
+def answers_otherwise_for_listed_files():
+    class Faulty(LocalLoader):
+        @classmethod
+        def probe_listing(cls, listing, name=""):
+            return wl.Probe.no("not mine")
+
+        @classmethod
+        def probe(cls, path):
+            return LocalLoader.probe(path)
+
+    return suite(Faulty), {LISTED: "but `probe_listing` no (not mine)"}
 
 
 class LaxWeights(wl.Weights):
@@ -611,6 +637,7 @@ FAULTS = [
     clears_its_memory_on_closing, hands_out_parameters, knows_one_dtype_too_few, declares_too_few_dtypes,
     casts_what_is_not_declared, declares_too_few_shapes, has_no_scalars, does_not_tell_case,
     writes_memory_as_it_lies, fills_only_weights, reads_everything_on_opening, keeps_what_it_mapped_on_opening,
+    reads_listed_files_otherwise, answers_otherwise_for_listed_files,
     reads_after_closing, keeps_a_file_open, raises_bare_key_errors, lets_the_system_say_what_is_missing,
     takes_an_empty_folder_for_weights, hangs_on_an_empty_file, fails_without_tensors, fills_up_what_is_cut_off,
     takes_anything_for_an_archive, lets_the_parser_speak, allocates_what_a_file_claims, unpickles, seeks_and_reads,

@@ -43,20 +43,7 @@ NAMES: tuple[str, ...] = (
 
 
 class Author:
-    """What an author gives: the loader, and a way to write a checkpoint in its format. The rest has defaults.
-
-    Attributes:
-        loader: A name, a class, a factory or an instance.
-        options: Options that every load of the suite is given.
-        dtypes: What the format can hold, bit for bit.
-        min_dims: The fewest dimensions that a tensor of the format has.
-        max_dims: The most.
-        holds_empty: Whether the format can hold tensors without elements.
-        names: Names of tensors that the format can hold.
-        lazy: Whether the loader says what there is without reading the values. A loader that returns a dict or pairs
-            can't.
-        patience: Seconds after which reading a tiny file counts as hanging.
-    """
+    """What an author gives: the loader, and a way to write a checkpoint in its format. See `LoaderConformance`."""
 
     loader: ClassVar[Any]
     options: ClassVar[Mapping[str, Any]] = {}
@@ -67,6 +54,8 @@ class Author:
     names: ClassVar[Collection[str]] = NAMES
     lazy: ClassVar[bool] = True
     patience: ClassVar[float] = 20.0
+    heavy: ClassVar[Collection[str]] = ("torch", "transformers", "numpy")
+    name: ClassVar[str | None] = None
 
     def write_checkpoint(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> str | Path:
         """Write tensors in the loader's format, if possible with other code than the loader's own.

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 from weightloaders.testing.conformance.author import Author, expect, skip
 from weightloaders.testing.conformance.sharing import target_of
@@ -26,15 +26,7 @@ print(json.dumps([asdict(found) for found in WeightLoaderRegistry.describe()]))
 
 
 class Package(Author):
-    """What is installed is found, and looking at it costs nothing.
-
-    Attributes:
-        heavy: Modules that importing the loader's own module must not import.
-        name: The name that the package offers the loader under. Default: whatever name leads to it, if any does.
-    """
-
-    heavy: ClassVar[tuple[str, ...]] = ("torch", "transformers", "numpy")
-    name: ClassVar[str | None] = None
+    """What is installed is found, and looking at it costs nothing."""
 
     def test_importing_the_loader_imports_nothing_heavy(self) -> None:
         """`weightloaders list` imports the loader's module, so that must import neither torch nor its like."""
