@@ -6,6 +6,7 @@ import io
 import pickle
 import struct
 import tarfile
+import zipfile
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,27 @@ def test_a_name_that_would_be_endless_as_text_is_refused_at_once(tmp_path: Path,
     root, keys = (W, [name]) if where == "keys" else ({"w": _Tensor(name, 3, (3,))}, ["0"])
     with pytest.raises(WeightLoadersError):
         opened(tmp_path, legacy(root, keys, THREE))
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_key_that_nobody_could_hash_is_refused_at_once(tmp_path: Path, legacy: bool) -> None:
+    """Tuples of tuples of tuples, which share their parts, as keys of a dict."""
+    bomb = b"\x80\x02}q\x00(K\x01)q\x01" + b"h\x01h\x01\x86q\x01" * 60 + b"u."
+    if legacy:
+        start = b"".join(pickle.dumps(part, 2) for part in (MAGIC, PROTOCOL, SYSTEM))
+        (tmp_path / "model.pt").write_bytes(start + bomb)
+    else:
+        with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+            archive.writestr("model/data.pkl", bomb)
+    with pytest.raises(CheckpointFormatError, match="without end"):
+        open_weights(tmp_path / "model.pt")
+
+
+def test_tuples_that_are_referred_to_again_are_no_matter(tmp_path: Path) -> None:
+    shared = (1, (2, 3))
+    content = {"state_dict": {"w": torch.ones(2)}, "shared": [shared] * 5000}
+    torch.save(content, tmp_path / "model.pt")
+    assert list(open_weights(tmp_path / "model.pt")) == ["w"]
 
 
 def test_a_tar_archive_is_told_for_what_it_is_with_the_way_to_save_it_anew(tmp_path: Path) -> None:

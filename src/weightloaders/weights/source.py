@@ -46,7 +46,7 @@ class ByteSource(ABC):
 
     @property
     def origin(self) -> ByteSource:
-        """What is really read, which is the source itself or the one that its bytes are made from while they are read."""
+        """What is really read, which is the source itself or the one that its bytes are made from meanwhile."""
         return self
 
     @property

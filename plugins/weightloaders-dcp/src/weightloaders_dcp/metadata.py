@@ -262,8 +262,9 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
 def _path(name: str, paths: Any) -> tuple[str, ...]:
     """The keys that led to a tensor before DCP joined them; the name itself where that isn't known."""
     keys = paths.get(name) if type(paths) is dict else None
-    if type(keys) is tuple and all(type(key) in (str, int) for key in keys):
+    if type(keys) is tuple and all(type(key) is str or (type(key) is int and 0 <= key < _MOST) for key in keys):
         path = tuple(map(str, keys))
-        if ".".join(path) == name:
+        # Long strings that share their memory would have none to be joined in.
+        if sum(map(len, path)) + len(path) - 1 == len(name) and ".".join(path) == name:
             return path
     return (name,)

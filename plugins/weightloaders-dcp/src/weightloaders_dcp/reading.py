@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightloaders import Listing
     from weightloaders_dcp.metadata import Chunk, StoredTensor
 
-_SHOWN = 6
+_SHOWN, _LONGEST = 6, 200
 
 
 @collector_paused()
@@ -94,7 +94,7 @@ def _check_whole(name: str, tensor: StoredTensor, where: str) -> None:
         )
     if tensor.transformed:
         raise CheckpointFormatError(
-            f"tensor {name!r} was transformed when it was written ({', '.join(tensor.transformed)})",
+            f"tensor {name!r} was transformed when it was written ({_listed(tensor.transformed)})",
             file=f"{where}/{METADATA}",
             tensor=name,
             hint="load it with torch.distributed.checkpoint and the same extensions, and save it without them",
@@ -125,4 +125,4 @@ def _notes(found: str, asked: str | None, left_out: Sequence[str], others: Seque
 
 def _listed(items: Sequence[str]) -> str:
     rest = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    return ", ".join(item[:_LONGEST] for item in items[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
