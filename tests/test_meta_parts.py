@@ -19,6 +19,7 @@ from weightloaders.errors import (
     IncompleteCheckpointError,
     OptionsError,
     SourceNotFoundError,
+    UnknownLoaderError,
 )
 from weightloaders.loaders.axes import Axes
 from weightloaders.loaders.hf import HuggingFaceLoader
@@ -360,9 +361,28 @@ class _Memory(ByteSource):
         view[:] = self._data[offset : offset + len(view)]
 
 
-def test_a_folder_of_ranks_parts_names_the_package_that_reads_it(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2)}, tmp_path / "model-rank-0-part-0.safetensors")
-    for name in ("auto", "local", "hf", "torch"):
-        with pytest.raises(SourceNotFoundError, match=r"(?s)sharded_state.*weightloaders-dcp") as refused:
-            open_weights(str(tmp_path), name)
+@pytest.mark.parametrize(
+    ("files", "loader"),
+    [
+        (["model-rank-0-part-0.safetensors"], "sharded_state"),
+        (["shard-00001-model-00001-of-00001.safetensors"], "dcp"),
+        ([".metadata", "__0_0.distcp"], "dcp"),
+    ],
+)
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_folder_that_ranks_wrote_names_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], loader: str, relative: bool
+) -> None:
+    # Relative, the path could as well be a repository's name.
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/step-1000"
+    folder.mkdir(parents=True)
+    for file in files:
+        save_file({"w": torch.ones(2)}, folder / file)
+    for name in ("auto", "local") if relative else ("auto", "local", "hf", "torch"):
+        with pytest.raises(SourceNotFoundError, match=f"(?s){loader}.*weightloaders-dcp") as refused:
+            open_weights("runs/step-1000" if relative else folder, name)
         assert "weightloaders-dcp" in (refused.value.hint or "")
+    with pytest.raises(UnknownLoaderError) as unknown:
+        open_weights(folder, loader)
+    assert unknown.value.hint == "pip install weightloaders-dcp"
