@@ -11,8 +11,6 @@ from weightloaders import BaseWeightLoader
 class Loader(BaseWeightLoader):
     def get_weights(self, model_name_or_path): ...
 """
-    "from weightloaders import BaseWeightLoader\nclass Loader(BaseWeightLoader):\n    def get_weights(self, x): ...\n"
-)
 HOOK = """
 import weightloaders
 
