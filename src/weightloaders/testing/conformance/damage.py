@@ -227,18 +227,16 @@ def _save_archive(file: io.BytesIO, array: object) -> None:
 @contextlib.contextmanager
 def _bounded_memory() -> Iterator[None]:
     """Let an allocation fail that goes far beyond what the files can need; on Linux, which counts all of them."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
+    if sys.platform == "linux":
+        import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    bound = in_use + _SPARE_MEMORY
-    if soft != resource.RLIM_INFINITY:
-        bound = min(bound, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
-    try:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        bound = in_use + _SPARE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (bound if soft == resource.RLIM_INFINITY else min(bound, soft), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    else:
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
