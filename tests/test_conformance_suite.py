@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import weightloaders as wl
+from weightloaders import testing
 from weightloaders.errors import (
     CheckpointFormatError,
     SourceNotFoundError,
@@ -667,6 +669,13 @@ def test_a_faulty_loader_fails_no_other_check(fault, tmp_path):
 def test_every_check_has_a_loader_that_fails_it():
     shown = {check.partition("[")[0] for fault in FAULTS for check in fault()[1]} | set(IN_PROCESSES)
     assert shown == {name.partition("[")[0] for name, _, _ in checks(Sound)}
+
+
+def test_the_reference_lists_every_check_and_every_name():
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "testing.md").read_text(encoding="utf-8")
+    every = {name.partition("[")[0] for name, _, _ in checks(Sound)}
+    assert set(re.findall(r"^\| `(test_\w+)` \|", page, re.MULTILINE)) == every
+    assert {name for name in testing.__all__ if f":: weightloaders.testing.{name}" not in page} == set()
 
 
 # ------------------------------------------------------------------ what shows in another process only

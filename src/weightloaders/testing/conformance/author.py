@@ -67,7 +67,7 @@ class Author:
             tensors: The tensors by name. Some may share memory.
 
         Returns:
-            What the loader is asked to read: a path in the folder, or an address.
+            What the loader is asked to read, which may be a path in the folder or an address.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method write_checkpoint(self, folder, tensors)")
 
