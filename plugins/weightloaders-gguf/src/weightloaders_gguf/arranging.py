@@ -111,7 +111,7 @@ def _norms_less_one(part: Part, name: str, properties: Properties) -> TensorInfo
     """Norms that transformers multiplies by one more than their weight, stored as llama.cpp multiplies."""
     if not part.name.endswith("norm.weight"):
         return _as_it_is(part, name)
-    return part.computed(_less_one).whole(name, part.shape)
+    return part.each(_less_one).whole(name, part.shape)
 
 
 def _less_one(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -123,7 +123,7 @@ def _mamba(part: Part, name: str, properties: Properties) -> TensorInfo:  # noqa
     if leaf == "ssm_conv1d.weight":
         return _with_axis(part, name, 1)
     if leaf == "ssm_a":
-        return part.computed(lambda numbers: np.log(-numbers)).whole(name, part.shape)
+        return part.each(lambda numbers: np.log(-numbers)).whole(name, part.shape)
     return _as_it_is(part, name)
 
 
@@ -194,7 +194,7 @@ _QWEN35_NORMS = (
 def _qwen35(part: Part, name: str, properties: Properties) -> TensorInfo:
     leaf = split(part.name)[2]
     if leaf in _QWEN35_NORMS:
-        return part.computed(_less_one).whole(name, part.shape)
+        return part.each(_less_one).whole(name, part.shape)
     if leaf not in _QWEN35_VALUES:
         return _qwen2moe(part, name, properties)
     keys = properties.number("ssm.group_count")

@@ -66,10 +66,16 @@ class GgufLoader(wl.BaseWeightLoader):
             SourceError: See `get_weights`.
             ModelError: If transformers can't build such a model, or such a tokenizer, from a GGUF file.
         """
+        return self._model_files(self._files(model_name_or_path), needed)
+
+    def get_listed_model_files(self, listing: Listing, name: str = "", needed: str = "") -> Path | None:
+        """The same of files wherever they lie."""
+        return self._model_files(choose(listing, name, file_pattern=self.file_pattern), needed)
+
+    def _model_files(self, files: Files, needed: str) -> Path:
         from weightloaders_gguf.catalogue import headers_of
         from weightloaders_gguf.model_files import write_config, write_tokenizer
 
-        files = self._files(model_name_or_path)
         key = tuple(f"{files.listing.where}/{name}" for name in files.names)
         with self._lock:
             folder = self._folders.get(key)

@@ -61,8 +61,15 @@ class Part:
         blocks = self.stored.nbytes // self.type.nbytes
         return self._made(self.type.nbytes, 4 * self.type.elements, blocks, decoder(self.type, self.byteorder))
 
+    def each(self, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Run:
+        """What a function makes of each of its numbers."""
+        decode, blocks = decoder(self.type, self.byteorder), self.stored.nbytes // self.type.nbytes
+        return self._made(
+            self.type.nbytes, 4 * self.type.elements, blocks, lambda raw: function(decode(raw)), torch.float32
+        )
+
     def computed(self, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Run:
-        """What a function makes of its numbers, all at once; for small tensors."""
+        """What a function makes of its numbers, which it needs all at once; for small tensors."""
         decode = decoder(self.type, self.byteorder)
         return self._made(
             self.stored.nbytes, 4 * math.prod(self.shape), 1, lambda stored: function(decode(stored)[0]), torch.float32
