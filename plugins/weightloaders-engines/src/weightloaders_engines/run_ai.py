@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, ClassVar
 
 from weightloaders.errors import OptionsError
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
     import weightloaders as wl
 
+_LIMIT_VARIABLE = "RUNAI_STREAMER_MEMORY_LIMIT"
+# The streamer itself would take 40 GB, which is mostly the whole model once more, and no quicker.
+_USUAL_LIMIT = 1 << 30
+
 
 class RunAiLoader(SafetensorsEngine):
     """Safetensors read by the Run:ai model streamer, whose threads fill a ring of buffers that it reuses.
@@ -25,8 +30,8 @@ class RunAiLoader(SafetensorsEngine):
         file_pattern: A glob for the names of the files to read. Default: ``*.safetensors``.
         ignore_index: Read all files that match, whatever an index says.
         include_unindexed: Read also the files and tensors that the index omits.
-        memory_limit: Bytes that its buffers may take. At least the largest tensor has to fit. Default: what
-            ``RUNAI_STREAMER_MEMORY_LIMIT`` says, else 40 GB.
+        memory_limit: Bytes that its buffers may take, or the largest tensor if that takes more. Default: what the
+            streamer's own ``RUNAI_STREAMER_MEMORY_LIMIT`` says, else 1 GiB.
 
     Raises:
         OptionsError: If the limit is not a positive number.
@@ -60,6 +65,8 @@ class RunAiLoader(SafetensorsEngine):
             for number, (file, infos) in enumerate(by_file.items())
         ]
         limit = self.memory_limit
+        if limit is None and _LIMIT_VARIABLE not in os.environ:
+            limit = _USUAL_LIMIT
         if limit is not None:
             limit = max(limit, max(info.nbytes for infos in by_file.values() for info in infos))
         # It tells of an error without saying in which file it was.
