@@ -327,6 +327,11 @@ def _through_buffer(
     size, reader, where = extent.stored_dtype.itemsize, space.reader(extent.source), space.accelerator_of(target)
     if where is not None and not space.staging.can_cast(where, extent.stored_dtype, info.dtype, _dtype(target)):
         where = None
+    if where is None and extent.is_native and extent.stored_dtype is info.dtype and all(p.is_contiguous for p in parts):
+        for placed in parts:
+            offset, nbytes = extent.offset + placed.source_start * size, placed.numel * size
+            yield Piece(reader, offset, nbytes, target, placed.target_start * size, extent.stored_dtype, itemsize=size)
+        return
     for start, end, inside in _spans(parts, space.buffer_bytes // size, _MAX_GAP // size):
         place: Callable[[torch.Tensor], object] = functools.partial(
             _place_span, info, extent, start, inside, target, space
@@ -339,7 +344,7 @@ def _through_buffer(
             # What is read backwards is turned around first.
             held += (end - start) * info.dtype.itemsize
         offset, nbytes = extent.offset + start * size, (end - start) * size
-        yield Piece(reader, offset, nbytes, target, 0, place, size, held, where)
+        yield Piece(reader, offset, nbytes, target, 0, None, place, size, held, where)
 
 
 def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:
