@@ -191,25 +191,29 @@ def _block_job(
 
 
 def _as_it_is(step: CopyStep, space: Workspace) -> list[Piece] | None:
-    """The only piece of nearly every step: one run of a file, that lies there as it is to lie in the host's memory.
+    """The pieces of nearly every step: each a run of a file, that lies there as it is to lie in the host's memory.
 
-    What `_into_rows` comes to there, told with a few questions: there may be a hundred thousand such steps.
+    What `_into_rows` comes to there, told with a few questions: there may be a hundred thousand such pieces.
     """
     target = step.target
     tensor = target.tensor
-    if len(step.placements) != 1 or not tensor.is_cpu or not has_bytes(tensor):
+    if not tensor.is_cpu or not tensor.numel() or not has_bytes(tensor):
         return None
-    (placed,) = step.placements
-    if placed.source != 0 or not placed.is_contiguous or not tensor.numel():
-        return None
-    info = step.sources[0]
-    extent = single_run(info)
-    if extent is None or not (extent.stored_dtype is info.dtype is tensor.dtype and extent.is_native):
-        return None
-    size = tensor.element_size()
-    offset = extent.offset + placed.source_start * size
-    where = space.accelerator_of(target)
-    return [Piece(space.reader(extent.source), offset, tensor.numel() * size, target, where=where)]
+    dtype, size, where = tensor.dtype, tensor.element_size(), space.accelerator_of(target)
+    pieces = []
+    for source, source_start, target_start, dims in step.placements:
+        if not isinstance(source, int) or not (not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))):
+            return None
+        extent = single_run(step.sources[source])
+        if extent is None or not (extent.stored_dtype is step.sources[source].dtype is dtype and extent.is_native):
+            return None
+        offset, count = extent.offset + source_start * size, dims[0][0] if dims else 1
+        pieces.append(
+            Piece(space.reader(extent.source), offset, count * size, target, target_start * size, where=where)
+        )
+    # Of one source there may be many small ones, for which `_into_rows` knows better.
+    alone = len(pieces) == 1 or len({placed.source for placed in step.placements}) == len(pieces)
+    return pieces if alone else None
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:
