@@ -147,7 +147,7 @@ class ShelfLoader(BaseWeightLoader):
 
     def get_weights(self, model_name_or_path: str) -> Weights:
         reader = wl.WeightLoaderRegistry.create("auto")
-        return reader.get_listed_weights(self.files)  # type: ignore[return-value]
+        return reader.get_listed_weights(self.files)
 
     def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path:
         self.asked.append((model_name_or_path, needed))

@@ -44,8 +44,8 @@ from weightloaders.loaders.http import HttpLoader
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.resolve import resolve_folder
 from weightloaders.testing import isolated_registry
-from weightloaders.weights import http
-from weightloaders.weights.http import HEAD_BYTES, HttpSource
+from weightloaders.weights.http import HttpSource
+from weightloaders.weights.remote import HEAD_BYTES, RemoteSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -229,7 +229,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_PAUSE", 0.001)
+    monkeypatch.setattr(RemoteSource, "pause", 0.001)
 
 
 def shard(**values: int) -> bytes:
@@ -1043,7 +1043,7 @@ def test_a_server_that_never_answers_is_given_up(web: Web, source: HttpSource, m
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
-    monkeypatch.setattr(http, "_PATIENCE", 0.5)
+    monkeypatch.setattr(RemoteSource, "patience", 0.5)
     done = threading.Event()
     web.odd["/x.bin"] = lambda _: done.wait(60) and None
     try:
@@ -1054,7 +1054,7 @@ def test_a_server_that_never_answers_is_given_up(web: Web, source: HttpSource, m
 
 
 def test_a_server_that_trickles_is_given_up(web: Web, source: HttpSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_SLOW_AFTER", 0.3)
+    monkeypatch.setattr(RemoteSource, "slow_after", 0.3)
 
     def trickle(handler: Handler) -> None:
         handler.send_response(206)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport as LoadReport
     from weightloaders.transfer.options import TransferOptions as TransferOptions
     from weightloaders.weights.candidates import Listing as Listing
+    from weightloaders.weights.checksums import Checksum as Checksum
+    from weightloaders.weights.checksums import ChecksumList as ChecksumList
     from weightloaders.weights.folder import FolderListing as FolderListing
     from weightloaders.weights.info import Extent as Extent
     from weightloaders.weights.info import TensorInfo as TensorInfo
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "BaseWeightLoader": "weightloaders.loaders.base",
     "ByteSource": "weightloaders.weights.source",
+    "Checksum": "weightloaders.weights.checksums",
+    "ChecksumList": "weightloaders.weights.checksums",
     "Convert": "weightloaders.mapping.rules",
     "Drop": "weightloaders.mapping.rules",
     "Extent": "weightloaders.weights.info",

@@ -26,8 +26,11 @@ DISABLE_VARIABLE = "WEIGHTLOADERS_DISABLE"
 # The name of a loader, or the suffix or the scheme of what it reads -> the package to install for it.
 KNOWN_PACKAGES = {
     "gguf": "weightloaders-gguf",
+    "meta": "weightloaders-meta",
     "npz": "weightloaders-npz",
+    **dict.fromkeys(("dcp", "distcp", "sharded_state"), "weightloaders-dcp"),
     **dict.fromkeys(("remote", "s3", "gs", "az"), "weightloaders-remote"),
+    **{engine: f"'weightloaders-engines[{engine}]'" for engine in ("tensorizer", "runai", "fastsafetensors")},
 }
 
 _UNKNOWN = "unknown"

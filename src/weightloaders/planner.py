@@ -209,6 +209,9 @@ class Planner:
         for mapper in self._mappers:
             if not isinstance(mapper, RuleMapper) or not (unused := mapper.unused()):
                 continue
+            if mapper.origin and len(unused) == len(mapper.rules):
+                # A plugin's rules are for some sources of a model, and this one is none of these.
+                continue
             severity: Severity = "info" if mapper.origin else "warning"
             first = suggest.rename_before_rules(mapper.rules, everything) if len(unused) > 1 else None
             if first is not None or len(unused) > _FEW:

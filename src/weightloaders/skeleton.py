@@ -20,7 +20,7 @@ from weightloaders.discovery import did_you_mean
 from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.place import as_name, looks_like_repository
-from weightloaders.loaders.resolve import resolve_folder
+from weightloaders.loaders.resolve import fetch_model_files, resolve_folder
 from weightloaders.mapping.dtypes import is_codes
 from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
+_OF_META = "it is in Meta's layout: name the loader 'meta' (pip install weightloaders-meta), which makes a config of it"
 # Options of the hub, and of the web, that find a config as well as weights.
 HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only", "headers")
 
@@ -105,9 +106,9 @@ def model_files(
     # Of other places than folders, the hub and the web only their loaders know anything.
     if loader is None and _is_strange(name):
         loader = WeightLoaderRegistry.resolve("auto", source=name)
-    folder = None if loader is None else loader.get_model_files(name, needed)
-    if folder is not None:
-        return folder
+    found = None if loader is None else loader.get_model_files(name, needed)
+    if found is not None:
+        return found if isinstance(found, Path) else fetch_model_files(found, needed=needed)
     options = {key: value for key, value in (hub_options or {}).items() if key in HUB_OPTIONS and value is not None}
     subfolder, headers = options.pop("subfolder", ""), options.pop("headers", None)
     return resolve_folder(source, access=HubAccess(**options), subfolder=subfolder, needed=needed, headers=headers)
@@ -186,7 +187,10 @@ def _files_or_explain(
                 file=where,
                 hint="merge it into its base model (peft: merge_and_unload()), save that and load it",
             ) from error
-        raise ModelError(f"there is no config in {where}: {error.message}", file=where, hint=_NO_CONFIG) from error
+        is_metas = (Path(source) / "params.json").is_file()
+        raise ModelError(
+            f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
+        ) from error
 
 
 def _config(

@@ -96,7 +96,9 @@ def _dtype(info: TensorInfo) -> str:
 
 def _files(info: TensorInfo) -> list[str]:
     """Names of the files that its bytes lie in."""
-    return list(dict.fromkeys(extent.source.name.replace("\\", "/").rsplit("/", 1)[-1] for extent in info.extents))
+    return list(
+        dict.fromkeys(extent.source.origin.name.replace("\\", "/").rsplit("/", 1)[-1] for extent in info.extents)
+    )
 
 
 def _by_module(infos: Iterable[TensorInfo], depth: int) -> dict[str, list[TensorInfo]]:
@@ -126,7 +128,7 @@ def _as_data(source: str, weights: Weights, infos: list[TensorInfo], depth: int)
                 "dtype": _dtype(i),
                 "shape": list(i.shape),
                 "bytes": i.nbytes,
-                "files": list(dict.fromkeys(e.source.name for e in i.extents)),
+                "files": list(dict.fromkeys(e.source.origin.name for e in i.extents)),
             }
             for i in infos
         ],

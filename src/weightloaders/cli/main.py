@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightloaders import __version__
-from weightloaders.cli import compare, convert, doctor, generate, inspect, list, plan  # noqa: A004 -- named as the commands
+from weightloaders.cli import compare, convert, doctor, generate, inspect, list, new_plugin, plan  # noqa: A004 -- named as the commands
 from weightloaders.cli.common import with_switches
 from weightloaders.cli.parsing import Command, Group
 
@@ -35,6 +35,7 @@ for name, function in (
     ("convert", convert.convert_source),
     ("compare", compare.compare_sources),
     ("doctor", doctor.examine),
+    ("new-plugin", new_plugin.new_plugin),
 ):
     app.command(name, cls=Command)(with_switches(function))
 

@@ -96,14 +96,15 @@ def plan_source(
 
     options = loader_options(option)
     decided = policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch)
-    if model is None and names_a_file(source):
-        raise ModelError(
-            f"{shown(source)} is a file, which says nothing of the model that it is for",
-            file=shown(source),
-            hint="name the folder or hub id with the model's config: --model DIR",
-        )
     with headers_only():
         reader = WeightLoaderRegistry.resolve(loader, options, source=as_name(source))
+        # Some files say what they are for, and their loader can tell.
+        if model is None and names_a_file(source) and reader.get_model_files(as_name(source), "config.json") is None:
+            raise ModelError(
+                f"{shown(source)} is a file, which says nothing of the model that it is for",
+                file=shown(source),
+                hint="name the folder or hub id with the model's config: --model DIR",
+            )
         skeleton = build_skeleton(
             model or source,
             hub_options=options if model is None else {},

@@ -11,7 +11,7 @@ from weightloaders.discovery import KNOWN_PACKAGES
 from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceNotFoundError, summary
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
-from weightloaders.weights.file_names import suffix_of
+from weightloaders.weights.file_names import reader_of, suffix_of
 from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class AutoLoader(BaseWeightLoader):
         chosen = self.choose(model_name_or_path)
         return as_weights(chosen.get_weights(model_name_or_path), borrowed=chosen.borrowed)
 
-    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights | Stream:
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
         """What the chosen loader says that the files hold. See `choose_for`."""
         return self.choose_for(listing, name).get_listed_weights(listing, name)
 
@@ -139,7 +139,7 @@ def _probe(loader: LoaderFactory, method: str, *asked: object) -> Probe:
 def _nobody(path: str, reasons: Mapping[str, str]) -> SourceNotFoundError | CheckpointFormatError:
     # These two answer False for what can't be asked at all, where pathlib raises.
     is_file, exists = os.path.isfile(path), os.path.exists(path)  # noqa: PTH110, PTH113
-    hint, details = _way_out([path.partition("://")[0], path], reasons), _details(reasons)
+    hint, details = _way_out([path.partition("://")[0], path, *_names_in(path)], reasons), _details(reasons)
     if is_web_address(path):
         path = shown(path)
         return SourceNotFoundError(f"no loader recognises the address {path}:{details}", file=path, hint=hint)
@@ -156,15 +156,25 @@ def _nobody_here(
     where = f"{listing.where}/{name}" if name else listing.where
     if name:
         return CheckpointFormatError(f"no loader recognises {where}:{details}", file=where, hint=hint)
+    subfolders = listing.subfolders_with_weights()
+    if subfolders:
+        hint = f"weights lie in the sub-folder {' or '.join(subfolders)}: give that one"
     what = "no loader recognises what is in it" if listing.names else "there is no file in it"
     return SourceNotFoundError(f"no weights found at {where}: {what}{details}", file=where, hint=hint)
 
 
 def _way_out(names: Iterable[str], reasons: Mapping[str, str]) -> str:
     """What to install for names that end, or are, like a format's; else what else might help."""
-    kinds = [suffix_of(name).removeprefix(".") or name for name in names]
+    kinds = [reader_of(name) or suffix_of(name).removeprefix(".") or name for name in names]
     packages = [KNOWN_PACKAGES[kind] for kind in kinds if kind in KNOWN_PACKAGES and kind not in reasons]
     return f"pip install {packages[0]}" if packages else "name the loader that reads it, if there is one"
+
+
+def _names_in(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))  # noqa: PTH208 -- names are all that is needed
+    except (OSError, ValueError):
+        return []
 
 
 def _details(reasons: Mapping[str, str]) -> str:

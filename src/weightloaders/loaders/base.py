@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from weightloaders.weights.candidates import Listing
-    from weightloaders.weights.weights import Stream, Weights
+    from weightloaders.weights.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class BaseWeightLoader(ABC):
 
         return load_planned(model, weights, borrowed=self.borrowed)
 
-    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights | Stream:  # noqa: ARG002 -- for overrides
+    def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:  # noqa: ARG002 -- for overrides
         """Say what files hold that lie anywhere: on a disk, in a bucket, behind an address.
 
         A format that can be read from byte sources alone is so read from wherever a `Listing` can be made. For files on
@@ -120,16 +120,16 @@ class BaseWeightLoader(ABC):
             hint="download the files, and name their folder",
         )
 
-    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | None:  # noqa: ARG002 -- for overrides
-        """The folder with a model's config, tokenizer and the like, where this loader alone knows how to get at them.
+    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | Listing | None:  # noqa: ARG002 -- for overrides
+        """Where a model's config, tokenizer and the like lie, if this loader alone knows how to get at them.
 
         Args:
             model_name_or_path: What the user named.
             needed: The file, such as ``"config.json"``, without which the others are of no use.
 
         Returns:
-            A folder on disk. None for what is found without a loader: what lies in a folder, in a repository on the hub
-            or at a web address.
+            A folder on disk, or a listing of files elsewhere, of which the wanted ones are fetched. None for what is
+            found without a loader: what lies in a folder, in a repository on the hub or at a web address.
 
         Raises:
             SourceError: If there is nothing of the kind, or it can't be read.

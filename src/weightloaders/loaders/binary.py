@@ -112,10 +112,11 @@ class BinaryLoader(BaseWeightLoader):
         return [(data, self._meta_for(data, listing)) for data in found]
 
     def _meta_for(self, data: str, listing: Listing) -> str:
-        meta = _own_meta(data) if _own_meta(data) in listing.names else self.meta_file
+        own = _own_meta(data)
+        meta = self.meta_file if listing.problems([own]) else own
         if listing.problems([meta]):
             raise SourceNotFoundError(
-                f"no description for {data} in {listing.where}: neither {_own_meta(data)} nor {meta}",
+                f"no description for {data} in {listing.where}: neither {own} nor {meta}",
                 file=f"{listing.where}/{data}",
                 hint="name it with meta_file=..., or use another loader if this is no raw binary file",
             )

@@ -27,7 +27,7 @@ def headers_only() -> Iterator[None]:
 
 
 def only_headers_are_wanted() -> bool:
-    """Whether this runs within `headers_only`."""
+    """Whether what is opened now is only to be described, or to be read in parts: nothing is downloaded for it then."""
     return _answers.get() is not None
 
 

@@ -13,7 +13,8 @@ from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate, looks_like_repository
 from weightloaders.loaders.torch import not_of_torch
 from weightloaders.weights.candidates import Wanted
-from weightloaders.weights.files import Selection, choose_files, holds_weights, listed, select_listed
+from weightloaders.weights.file_names import part_number, reader_of
+from weightloaders.weights.files import Selection, choose_files, first_file, holds_weights, listed, select_listed
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class HuggingFaceLoader(BaseWeightLoader):
             return Probe.no("a single file")
         if kind == A_FOLDER and holds_weights(FolderListing(place), Wanted()):
             return cls.probe_listing(FolderListing(place))
+        if kind == A_FOLDER:
+            foreign = next((name for name in sorted(FolderListing(place).names) if reader_of(name)), None)
+            if foreign is not None:
+                return Probe.no(f"a folder with {foreign}, which the loader {reader_of(foreign)!r} reads")
         if looks_like_repository(path):
             return Probe.maybe("it may be a repository on the hub")
         return Probe.no(_WITHOUT if kind == A_FOLDER else f"it {kind}")
@@ -147,6 +152,10 @@ class HuggingFaceLoader(BaseWeightLoader):
             return Probe.no("a single file")
         if not holds_weights(listing, Wanted()):
             return Probe.no(_WITHOUT)
+        if len([other for other in listing.names if part_number(other) is not None]) > 1:
+            first = first_file(listing, Wanted())
+            if first is not None and part_number(first[0]) is not None:
+                return Probe.maybe("tensor-parallel parts, which the loader 'torch' puts together")
         stranger = not_of_torch(listing, Wanted())
         return Probe.maybe(stranger) if stranger else Probe.yes("a folder with weights in Hugging Face's layout")
 

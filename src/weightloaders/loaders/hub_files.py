@@ -11,8 +11,8 @@ from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundErr
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.folder import FolderListing
-from weightloaders.weights.http import in_parallel
 from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:

@@ -13,15 +13,17 @@ from weightloaders.errors import SourceError, SourceNotFoundError
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate
-from weightloaders.loaders.web import WebFolder, split_address
+from weightloaders.loaders.web import UnlistedFolder, WebFolder, split_address
 from weightloaders.weights.folder import FolderListing, kind_of
-from weightloaders.weights.http import in_parallel, is_web_address, shown
+from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from weightloaders.loaders.hub_files import HubFiles
+    from weightloaders.weights.candidates import Listing
 
 # Everything of a model but its weights: config, tokenizer, chat template, and code for who trusts it.
 MODEL_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
@@ -99,28 +101,44 @@ def _is_for_building(name: str) -> bool:
     return "\\" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _FOR_BUILDING)
 
 
+def fetch_model_files(listing: Listing, patterns: Iterable[str] = MODEL_FILES, needed: str = "") -> Path:
+    """The folder with a model's files of these names, fetched from wherever they lie.
+
+    Args:
+        listing: What lies there.
+        patterns: Globs of file names.
+        needed: The file without which the others are of no use. Default: any of them will do.
+
+    Raises:
+        SourceNotFoundError: If no file matches, or there is none of that name.
+        SourceReadError: If they can't be read.
+    """
+    patterns = tuple(patterns)
+    told = _USUAL_NAMES if isinstance(listing, UnlistedFolder) else listing.names
+    wanted = {name for name in told if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
+    if only_headers_are_wanted():
+        wanted = set(filter(_is_for_building, wanted))
+    names = sorted(name for name in (wanted | {needed} if needed else wanted) if "\\" not in name)
+    problems = listing.problems(names)
+    there = [name for name in names if name not in problems]
+    if not there or needed in problems:
+        lacking = (
+            f"{needed} at {listing.where}: it {problems[needed]}" if needed else f"file of a model at {listing.where}"
+        )
+        raise SourceNotFoundError(f"there is no {lacking}", file=listing.where)
+    return _fetched(listing, there)
+
+
 def _from_the_web(
     url: str, subfolder: str, patterns: Sequence[str], needed: str, headers: Mapping[str, str] | None
 ) -> Path:
     parent, file = split_address(url)
     if file:
         raise SourceNotFoundError(f"{file} at {shown(parent)} is a file, where a folder is wanted", file=shown(url))
-    folder = WebFolder(url, headers, subfolder)
-    wanted = {name for name in _USUAL_NAMES if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)}
-    if only_headers_are_wanted():
-        wanted = set(filter(_is_for_building, wanted))
-    names = sorted(wanted | {needed} if needed else wanted)
-    problems = folder.problems(names)
-    there = [name for name in names if name not in problems]
-    if not there or needed in problems:
-        lacking = (
-            f"{needed} at {folder.where}: it {problems[needed]}" if needed else f"file of a model at {folder.where}"
-        )
-        raise SourceNotFoundError(f"there is no {lacking}", file=folder.where)
-    return _fetched(folder, there)
+    return fetch_model_files(WebFolder(url, headers, subfolder), patterns, needed)
 
 
-def _fetched(files: HubFiles | WebFolder, names: Sequence[str]) -> Path:
+def _fetched(files: Listing, names: Sequence[str]) -> Path:
     """Files in a folder of their own, outside of all caches, which is gone when the process ends."""
     contents = in_parallel(lambda name: read_small(files.open(name), _MAX_BYTES), names)
     folder = Path(tempfile.mkdtemp(prefix="weightloaders-"))

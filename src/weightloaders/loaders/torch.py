@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightloaders.errors import OptionsError
+from weightloaders.loaders.axes import Axes
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, suffix_of
@@ -33,9 +34,14 @@ class TorchLoader(BaseWeightLoader):
             ``"package.module:name"``.
         ignore_index: Read all files that match, whatever an index says.
         include_unindexed: Read also the files and tensors that the index omits.
+        axes: For tensor-parallel parts (``consolidated.00.pth``, ``consolidated.01.pth``, ...): name pattern -> the
+            dimension that was split, ``{"axis": ..., "sections": [...]}`` for a fused tensor, ``"same"`` where every
+            part holds the whole, or ``"first"`` to take that of the first part. Meta's Llamas need none where their
+            ``params.json`` lies beside them. The files that ``file_pattern`` picks count as parts then, whatever they
+            are called.
 
     Raises:
-        OptionsError: If ``safe_globals`` is no list.
+        OptionsError: If ``safe_globals`` is no list, or ``axes`` can't be understood.
     """
 
     description: ClassVar[str] = "PyTorch's .bin, .pt and .pth, weights-only"
@@ -47,6 +53,7 @@ class TorchLoader(BaseWeightLoader):
         safe_globals: Collection[Any] = (),
         ignore_index: bool = False,
         include_unindexed: bool = False,
+        axes: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(safe_globals, str) or not isinstance(safe_globals, Collection):
             raise OptionsError(f"safe_globals is a list of classes and functions, not {safe_globals!r}")
@@ -55,6 +62,8 @@ class TorchLoader(BaseWeightLoader):
         self.safe_globals = tuple(safe_globals)
         self.ignore_index = ignore_index
         self.include_unindexed = include_unindexed
+        self.axes = axes
+        Axes(axes)
 
     def get_weights(self, model_name_or_path: str) -> Weights:
         """Catalogue the PyTorch files of a folder.
@@ -81,7 +90,17 @@ class TorchLoader(BaseWeightLoader):
             ignore_index=self.ignore_index,
             include_unindexed=self.include_unindexed,
         )
-        return catalogue(select_listed(listing, name, wanted), key=self.key, safe_globals=self.safe_globals)
+        axes = Axes(self.axes)
+        selection = select_listed(listing, name, wanted)
+        if axes and selection.index is not None:
+            raise OptionsError(
+                f"axes is for tensor-parallel parts, but {selection.index.name} says which file each tensor is in",
+                hint="leave it out, or pass ignore_index=True",
+            )
+        way_of = axes.way_of if axes else None
+        weights = catalogue(selection, key=self.key, safe_globals=self.safe_globals, way_of=way_of)
+        weights.notes += tuple(axes.notes())
+        return weights
 
     @classmethod
     def probe(cls, path: str) -> Probe:

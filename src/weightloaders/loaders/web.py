@@ -1,4 +1,4 @@
-"""Files at a web address, where there is no listing to choose them from."""
+"""Files where there is no listing to choose them from, as at a web address."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError
 from weightloaders.loaders.hub import hub_endpoint, offline_because
-from weightloaders.weights.file_names import family_of, indexed_name
-from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, in_parallel, shown
+from weightloaders.weights.file_names import names_weights
+from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, shown
 from weightloaders.weights.index import MAX_INDEX_BYTES
+from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from weightloaders.weights.source import ByteSource
 
-# The names that are looked for, since the web has no listings; of the first line that has any, all that are there.
+# The names that are looked for where there are no listings; of the first line that has any, all that are there.
 _NAMES = (
     ("model.safetensors.index.json", "model.safetensors"),
     ("pytorch_model.bin.index.json", "pytorch_model.bin"),
@@ -25,32 +26,21 @@ _NAMES = (
 )
 
 
-class WebFolder:
-    """The files below an address: a `weightloaders.weights.candidates.Listing` of the usual names that are there.
+class UnlistedFolder:
+    """A folder whose files are not told: a `weightloaders.Listing` of those with usual names that turn out to be there.
 
     Args:
-        url: The folder's address. A query in it goes with each request.
-        headers: What goes with each request, too.
-        subfolder: A folder within it.
-
-    Raises:
-        SourceNotFoundError: If it is no address.
-        RemoteReadError: If an offline switch is set.
+        where: The folder, for messages.
+        locate: The file of a relative path, be it there or not; nothing is asked for yet.
     """
 
     odd: Mapping[str, str] = {}
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None, subfolder: str = "") -> None:
-        parts = urlsplit(checked(url))
-        switch = offline_because()
-        if switch is not None:
-            raise RemoteReadError(f"{shown(url)} is not asked for: {switch}", file=shown(url), hint=OFFLINE_HINT)
-        path = parts.path.rstrip("/") + (f"/{quote(subfolder)}" if subfolder else "")
-        self._parts = parts._replace(path=path, fragment="")
-        self._headers = dict(headers or {})
+    def __init__(self, where: str, locate: Callable[[str], ByteSource]) -> None:
+        self.where = where
+        self._locate = locate
         self._opened: dict[str, ByteSource] = {}
         self._refusals: dict[str, SourceError] = {}
-        self.where = shown(urlunsplit(self._parts))
 
     @property
     def names(self) -> frozenset[str]:
@@ -98,25 +88,17 @@ class WebFolder:
 
     def open(self, name: str) -> ByteSource:
         """A file of that relative path."""
-        return self._opened.get(name) or self._source(name)
+        return self._opened.get(name) or self._locate(name)
 
     def subfolders_with_weights(self) -> list[str]:
         """None that are known."""
         return []
 
     def _way_out(self) -> str:
-        hub = urlsplit(hub_endpoint())
-        if self._parts.netloc == hub.netloc and self._parts.path.startswith(f"{hub.path}/"):
-            repository = "/".join(self._parts.path.removeprefix(f"{hub.path}/").split("/")[:2])
-            return f"that is a page about a repository; the repository itself is called hf://{repository}"
         return "name the file itself, if it is called otherwise"
 
-    def _source(self, name: str) -> HttpSource:
-        path = f"{self._parts.path}/{quote(name)}"
-        return HttpSource(urlunsplit(self._parts._replace(path=path)), self._headers)
-
-    def _look(self, name: str) -> HttpSource | SourceError:
-        source = self._source(name)
+    def _look(self, name: str) -> ByteSource | SourceError:
+        source = self._locate(name)
         try:
             _ = source.size
         except SourceNotFoundError as error:
@@ -126,6 +108,47 @@ class WebFolder:
                 return error
             raise
         return source
+
+
+class WebFolder(UnlistedFolder):
+    """The files below an address.
+
+    Args:
+        url: The folder's address. A query in it goes with each request.
+        headers: What goes with each request, too.
+        subfolder: A folder within it.
+        source: What reads a file at an address, with these headers.
+
+    Raises:
+        SourceNotFoundError: If it is no address.
+        RemoteReadError: If an offline switch is set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        subfolder: str = "",
+        source: Callable[[str, Mapping[str, str]], ByteSource] = HttpSource,
+    ) -> None:
+        parts = urlsplit(checked(url))
+        switch = offline_because()
+        if switch is not None:
+            raise RemoteReadError(f"{shown(url)} is not asked for: {switch}", file=shown(url), hint=OFFLINE_HINT)
+        path = parts.path.rstrip("/") + (f"/{quote(subfolder)}" if subfolder else "")
+        self._parts = parts._replace(path=path, fragment="")
+
+        def locate(name: str) -> ByteSource:
+            return source(urlunsplit(self._parts._replace(path=f"{path}/{quote(name)}")), headers or {})
+
+        super().__init__(shown(urlunsplit(self._parts)), locate)
+
+    def _way_out(self) -> str:
+        hub = urlsplit(hub_endpoint())
+        if self._parts.netloc == hub.netloc and self._parts.path.startswith(f"{hub.path}/"):
+            repository = "/".join(self._parts.path.removeprefix(f"{hub.path}/").split("/")[:2])
+            return f"that is a page about a repository; the repository itself is called hf://{repository}"
+        return super()._way_out()
 
 
 def _in_short(error: SourceError) -> str:
@@ -138,6 +161,6 @@ def split_address(url: str) -> tuple[str, str]:
     parts = urlsplit(checked(url))
     folder, _, name = parts.path.rpartition("/")
     name = unquote(name)
-    if indexed_name(name) is None and family_of(name) is None:
+    if not names_weights(name):
         return url, ""
     return urlunsplit(parts._replace(path=folder)), name

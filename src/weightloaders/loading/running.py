@@ -68,7 +68,7 @@ def run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext
             return _run(plan, model, targets, context, weights)
         finally:
             # They are opened again when they are needed again.
-            close_files(frozenset(extent.source.name for extent in extents))
+            close_files(frozenset(extent.source.origin.name for extent in extents))
 
 
 def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContext, weights: Weights) -> LoadReport:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weightloaders.testing.conformance import LoaderConformance as LoaderConformance
     from weightloaders.testing.distributions import fake_distribution as fake_distribution
+    from weightloaders.testing.installed import only_plugins as only_plugins
     from weightloaders.testing.isolation import isolated_registry as isolated_registry
     from weightloaders.testing.tiny import tiny_checkpoint as tiny_checkpoint
     from weightloaders.testing.tiny import tiny_tensors as tiny_tensors
@@ -19,6 +20,7 @@ _HOMES = {
     "LoaderConformance": "weightloaders.testing.conformance",
     "fake_distribution": "weightloaders.testing.distributions",
     "isolated_registry": "weightloaders.testing.isolation",
+    "only_plugins": "weightloaders.testing.installed",
     "tiny_checkpoint": "weightloaders.testing.tiny",
     "tiny_tensors": "weightloaders.testing.tiny",
 }

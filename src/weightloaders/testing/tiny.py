@@ -17,16 +17,16 @@ from weightloaders.weights.raw import write_raw
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# What a checkpoint may hold, in torch's order of usefulness.
+# What a checkpoint may hold. (complex32 is experimental, and warns.)
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-    torch.bool, torch.complex64, torch.complex128, torch.complex32,
+    torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 
 _SHAPES: dict[str, tuple[int, ...]] = {"scalar": (), "vector": (5,), "matrix": (3, 4), "empty": (0, 3)}
-_REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_REAL_OF = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def sample(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torch.Tensor:

@@ -37,7 +37,7 @@ def sources_in(infos: Iterable[TensorInfo]) -> list[ByteSource]:
 
 def check_unchanged(sources: Iterable[ByteSource]) -> None:
     """Raise `SourceReadError` if a file is not what it was when it was catalogued."""
-    for source in sources:
+    for source in (source.origin for source in sources):
         if isinstance(source, FileSource):
             source.check_unchanged()
 

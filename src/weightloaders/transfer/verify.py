@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightloaders.errors import ConfigError, LoadError, SourceReadError
 from weightloaders.transfer.copying import boxes_of
-from weightloaders.weights.folder import real_path
-from weightloaders.weights.texts import read_text
+from weightloaders.weights.checksums import Checksum
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,11 +16,7 @@ if TYPE_CHECKING:
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_CHUNK = 1 << 24
 _ELEMENTS_AT_ONCE = 1 << 18
-# A line takes a hundred bytes, so this lists far more files than any checkpoint has.
-_MAX_LIST_BYTES = 1 << 24
 
 
 def check_finite(targets: Iterable[Target]) -> None:
@@ -55,17 +46,15 @@ def _is_finite(part: torch.Tensor) -> bool:
 
 
 def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
-    """Hold each file that tensors come from against the sha256 that is known for it.
-
-    Known are: the blob's name in the hub's cache, ``<file>.sha256`` beside the file, and ``SHA256SUMS`` in its folder.
+    """Hold each file that tensors come from against the checksum that is known for it; see `Checksum.known`.
 
     Returns:
-        File -> its sha256.
+        File -> its checksum.
 
     Raises:
         ConfigError: If it isn't known which file a tensor comes from, so that nothing could be checked.
-        SourceReadError: If a file has another sha256, or none is known for it. Nothing was touched.
-        SourceError: If what should list the checksums is no text file.
+        SourceReadError: If a file has another checksum, or none is known for it. Nothing was touched.
+        SourceError: If what should list the checksums is no such list.
     """
     infos = list(infos)
     from_nowhere = next((info.name for info in infos if info.numel and not info.extents), None)
@@ -75,44 +64,21 @@ def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
             tensor=from_nowhere,
             hint="load without verify, or check the files before",
         )
-    sources = {extent.source.name: extent.source for info in infos for extent in info.extents}
-    found = {}
+    sources = {origin.name: origin for info in infos for extent in info.extents for origin in (extent.source.origin,)}
+    expected = {}
     for source in sources.values():
-        expected = expected_sha256(Path(source.name))
-        if expected is None:
+        known = Checksum.known(source.name)
+        if known is None:
             raise SourceReadError(
                 f"verify='sha256': no checksum is known for {source.name}",
                 file=source.name,
                 hint="put <file>.sha256 beside it or SHA256SUMS into its folder, or load without verify",
             )
-        digest = hashlib.sha256()
-        for at in range(0, source.size, _CHUNK):
-            digest.update(source.read(at, min(_CHUNK, source.size - at)))
-        if digest.hexdigest() != expected:
-            raise SourceReadError(
-                f"verify='sha256': {source.name} has the checksum {digest.hexdigest()}, not {expected}",
-                file=source.name,
-                hint="the file is damaged or was exchanged; fetch it again",
-            )
-        found[source.name] = expected
-    return found
-
-
-def expected_sha256(path: Path) -> str | None:
-    """The sha256 that is known for a file, if any is.
-
-    Raises:
-        SourceError: If a file that should say it can't be read.
-    """
-    resolved = real_path(path).name
-    if _SHA256.fullmatch(resolved):
-        return resolved
-    for manifest in (path.parent / f"{path.name}.sha256", path.parent / "SHA256SUMS"):
-        if not os.path.lexists(manifest):
-            continue
-        for line in read_text(manifest, _MAX_LIST_BYTES).splitlines():
-            digest, _, name = line.strip().partition(" ")
-            alone = manifest.name != "SHA256SUMS" and not name.strip()
-            if _SHA256.fullmatch(digest) and (alone or name.strip().lstrip("*") == path.name):
-                return digest
-    return None
+        expected[source] = known
+    for source, known, found in Checksum.mismatches(expected):
+        raise SourceReadError(
+            f"verify='sha256': {source.name} has the checksum {found}, not {known.digest}",
+            file=source.name,
+            hint="the file is damaged or was exchanged; fetch it again",
+        )
+    return {source.name: known.digest for source, known in expected.items()}

@@ -23,19 +23,24 @@ OTHER_FORMATS = {
     ".msgpack": "Flax's, which no loader here reads",
     ".onnx": "ONNX, which no loader here reads",
     ".distcp": "torch.distributed.checkpoint's, which the loader 'dcp' (package weightloaders-dcp) reads",
+    ".tensors": "tensorizer's, which the loader 'tensorizer' (package weightloaders-engines) reads",
 }
 
 # What a rank of several wrote for itself: slices under the names of whole tensors, which nobody must take for these.
 _OF_A_RANK = (
     (
         re.compile(r"model-rank-\d+-part-\d+\.safetensors"),
+        "sharded_state",
         "a rank's part of vLLM's sharded state, which the loader 'sharded_state' (package weightloaders-dcp) reads",
     ),
     (
         re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors"),
+        "dcp",
         "a rank's part of torch.distributed.checkpoint's, which the loader 'dcp' (package weightloaders-dcp) reads",
     ),
 )
+# Loaders of packages of their own, by the suffix of what they read.
+_READERS = {".gguf": "gguf", ".npz": "npz", ".distcp": "dcp", ".tensors": "tensorizer"}
 # Meta's tensor-parallel parts.
 _PART = re.compile(r"consolidated\.(\d{1,4})\.(pth|pt)", re.IGNORECASE)
 
@@ -76,6 +81,11 @@ def indexed_name(name: str) -> str | None:
     return match and match["stem"] + (match["variant"] or "") + match["suffix"]
 
 
+def names_weights(name: str) -> bool:
+    """Whether a name ends like that of a weights file, in whichever format, or of an index of some."""
+    return family_of(name) is not None or indexed_name(name) is not None or suffix_of(name) in OTHER_FORMATS
+
+
 def is_training_state(name: str) -> bool:
     """Whether it is an optimizer's, a scheduler's or another part of a trainer's state."""
     return _TRAINING_STATE.fullmatch(name) is not None
@@ -99,7 +109,13 @@ def part_number(name: str) -> int | None:
 
 def of_a_rank(name: str) -> str | None:
     """What a file is that one rank of several wrote for itself, and who reads it; None where the name is no such."""
-    return next((what for pattern, what in _OF_A_RANK if pattern.fullmatch(name)), None)
+    return next((what for pattern, _, what in _OF_A_RANK if pattern.fullmatch(name)), None)
+
+
+def reader_of(name: str) -> str | None:
+    """The loader, in a package of its own, that reads what is called so; None where the name tells of none."""
+    of_rank = next((loader for pattern, loader, _ in _OF_A_RANK if pattern.fullmatch(name)), None)
+    return of_rank or _READERS.get(suffix_of(name))
 
 
 class Number(NamedTuple):

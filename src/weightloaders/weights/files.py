@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightloaders.discovery import KNOWN_PACKAGES
 from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError, SourceNotFoundError
 from weightloaders.weights.candidates import Candidate, Wanted, is_raw, sort_out
 from weightloaders.weights.file_names import (
@@ -27,6 +28,8 @@ from weightloaders.weights.file_names import (
     is_training_state,
     natural,
     number_of,
+    of_a_rank,
+    reader_of,
     variant_of,
 )
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
@@ -319,7 +322,7 @@ def _nothing_found(listing: Listing, wanted: Wanted, skipped: Mapping[str, str])
 def _way_out(listing: Listing, wanted: Wanted, skipped: Mapping[str, str]) -> str:
     if any(is_raw(name, listing) for name in skipped):
         return "use the loader 'binary'"
-    families = {family_of(name) for name in skipped if not is_training_state(name) and not is_adapter(name)}
+    families = {family_of(n) for n in skipped if not (is_training_state(n) or is_adapter(n) or of_a_rank(n))}
     if "torch" not in wanted.families and "torch" in families:
         return "PyTorch files are read by the loaders 'torch' and 'hf'"
     if "safetensors" not in wanted.families and "safetensors" in families:
@@ -329,4 +332,7 @@ def _way_out(listing: Listing, wanted: Wanted, skipped: Mapping[str, str]) -> st
     subfolders = listing.subfolders_with_weights()
     if subfolders:
         return f"weights lie in the sub-folder {_listed(subfolders)}: give that path"
+    readers = [loader for loader in map(reader_of, skipped) if loader in KNOWN_PACKAGES]
+    if readers:
+        return f"use the loader {readers[0]!r} (pip install {KNOWN_PACKAGES[readers[0]]})"
     return "give a folder that holds the weights files themselves"

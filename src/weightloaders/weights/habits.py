@@ -85,7 +85,7 @@ def asked_for() -> Kind | None:
 def _most_of(sources: Iterable[ByteSource]) -> tuple[Kind, str]:
     nbytes: Counter[tuple[Kind, str]] = Counter()
     by_device: dict[int, tuple[Kind, str]] = {}
-    for source in sources:
+    for source in (source.origin for source in sources):
         if isinstance(source, FileSource):
             device = source.identity[0]
             if device not in by_device:

@@ -323,7 +323,7 @@ class TensorInfo:
 
     @property
     def is_raw(self) -> bool:
-        """Whether its values are read from extents rather than by calling `read`."""
+        """Whether its values are read from extents rather than by calling ``read``."""
         return self.read is None
 
     @property

@@ -45,6 +45,11 @@ class ByteSource(ABC):
     name: str
 
     @property
+    def origin(self) -> ByteSource:
+        """What is really read, which is the source itself or the one that its bytes are made from meanwhile."""
+        return self
+
+    @property
     def most_views(self) -> int:
         """How many views `read_vectors` fills in one go; 1 where each is a read of its own."""
         return 1
@@ -177,7 +182,7 @@ class FileSource(ByteSource):
                 )
             offset += count
             if offset < end:
-                views = _behind(views, count)
+                views = behind(views, count)
         return end
 
     def _read_some(self, descriptor: int, views: Sequence[memoryview], offset: int) -> int:
@@ -252,7 +257,7 @@ def _fingerprint(status: os.stat_result) -> tuple[int, int, int, int]:
 _seek_lock = threading.Lock()
 
 
-def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
+def behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """What is left of these views behind their first bytes."""
     for at, view in enumerate(views):
         if count < len(view):

@@ -35,6 +35,8 @@ _lock = threading.RLock()
 
 # Globals that allocate when called with a size. Only a file that mentions one pays for having its calls watched.
 _ALLOCATORS = re.compile(rb"c(?:builtins|__builtin__)\nbytearray\n|ctorch[.\w]*\n(?:\w*Tensor|(?:Unt|T)ypedStorage)\n")
+# Tuples that a pickle refers to again, with those in them: far more than any has.
+_MOST_REFERENCES = 1 << 20
 _CALLS = (b"R", b"\x81", b"b")  # the opcodes REDUCE, NEWOBJ and BUILD
 
 # Where the classes of tensors that are spread over processes live. Where they were imported torch admits them,
@@ -84,8 +86,12 @@ class MetaStorages:
             dtype = torch.uint8 if kind is torch.UntypedStorage else kind.dtype
             start, size = (0, numel) if view is None else view[1:]
             consistent = 0 <= start <= start + size <= numel
+            # Only what is plain is made text of: nested tuples may have more of it than fits in memory.
+            plain = type(record) in (str, int)
         except (TypeError, ValueError, AttributeError, IndexError) as error:
             raise CheckpointFormatError(f"{self.file} names a storage in an unknown way", file=self.file) from error
+        if not plain:
+            raise CheckpointFormatError(f"{self.file} names a storage in an unknown way", file=self.file)
         claim = (numel, dtype.itemsize)
         if not consistent or self.claims.setdefault(str(record), claim) != claim:
             raise CheckpointFormatError(
@@ -129,6 +135,7 @@ def unpickle(
         raise SlowPathNeededError
     name, start = storages.file, file.tell()
     unpickler: Any = Unpickler(file, encoding="utf-8")
+    unpickler.memo = _Memo(name)
     unpickler.persistent_load = storages.persistent_load
     unpickler.readline = _without_shards(file.readline)
     if watch is not None:
@@ -150,6 +157,32 @@ def unpickle(
         finally:
             # torch remembers sparse tensors to check them after loading; ones without data can't be checked.
             getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()  # noqa: SLF001
+
+
+class _Memo(dict[int, Any]):
+    """What a pickle may refer to again; of tuples no more than makes sense.
+
+    A tuple of one tuple twice, of which another holds that twice, and so on sixty times, fits into a few hundred bytes.
+    Whoever hashes it, because it is a key, would be at it for ever.
+    """
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = file
+        self._left = _MOST_REFERENCES
+
+    def __getitem__(self, index: int) -> Any:
+        value = super().__getitem__(index)
+        if type(value) is tuple:
+            unseen = [value]
+            while unseen:
+                self._left -= 1
+                if self._left < 0:
+                    raise CheckpointFormatError(
+                        f"the pickle in {self._file} refers to tuples of tuples without end", file=self._file
+                    )
+                unseen.extend(item for item in unseen.pop() if type(item) is tuple)
+        return value
 
 
 class SlowPathNeededError(Exception):

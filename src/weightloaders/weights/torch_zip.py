@@ -276,7 +276,9 @@ def _open_legacy(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
     _, version, _, root, keys = (
         unpickle(file, storages, safe_globals=safe_globals, watch=source.size) for _ in range(5)
     )
-    if version != _LEGACY_PROTOCOL or not isinstance(keys, list) or len({str(key) for key in keys}) != len(keys):
+    # Only what is plain is made text of: nested lists that share their parts may have more of it than fits in memory.
+    plain = isinstance(keys, list) and all(type(key) in (str, int) for key in keys)
+    if type(version) is not int or version != _LEGACY_PROTOCOL or not plain or len(set(map(str, keys))) != len(keys):
         raise CheckpointFormatError(f"{source.name} is no valid file of an old torch", file=source.name, hint=_REFETCH)
     records: dict[str, Record] = {}
     position = file.tell()

@@ -57,8 +57,7 @@ class Weights(Mapping[str, torch.Tensor]):
                     file=info.extents[0].source.name if info.extents else None,
                 )
             catalogue[info.name] = info
-        self._sources: dict[str, int] = {}
-        self._catalogue = dict(sorted(catalogue.items(), key=_storage_order(catalogue, self._sources)))
+        self._catalogue = dict(sorted(catalogue.items(), key=_storage_order(catalogue)))
         self._close = close
         self.borrowed = borrowed
         self.stream = stream
@@ -205,7 +204,8 @@ class Weights(Mapping[str, torch.Tensor]):
             if self._closed:
                 return
             self._closed = True
-        close_files(frozenset(self._sources))
+        extents = (extent for info in self._catalogue.values() for extent in info.extents)
+        close_files(frozenset(extent.source.origin.name for extent in extents))
         if self._close is not None:
             self._close()
 
@@ -216,11 +216,10 @@ class Weights(Mapping[str, torch.Tensor]):
         self.close()
 
 
-def _storage_order(
-    catalogue: Mapping[str, TensorInfo], rank: dict[str, int]
-) -> Callable[[tuple[str, TensorInfo]], Any]:
+def _storage_order(catalogue: Mapping[str, TensorInfo]) -> Callable[[tuple[str, TensorInfo]], Any]:
     # Sources keep the order in which they were first named (shards in the order of the index), which is written down;
     # a tensor without extents keeps its place in the catalogue, behind those that have them.
+    rank: dict[str, int] = {}
     for info in catalogue.values():
         for extent in info.extents:
             rank.setdefault(extent.source.name, len(rank))

@@ -107,7 +107,9 @@ class TransformersEngine:
             read_tokenizer = _tokenizer(tokenizer, {}, trust_remote_code)
         else:
             loader = prepared.loader if weights is None else None
-            has_one = _has_tokenizer(model)
+            # What a loader hands out is a folder, whatever was named.
+            folder = None if loader is None else loader.get_model_files(model)
+            has_one = _has_tokenizer(model if folder is None else str(folder))
             read_tokenizer = _tokenizer(model, prepared.hub_options, trust_remote_code, loader) if has_one else None
         engine = cls(prepared.model, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         engine.load_report = prepared.fill()

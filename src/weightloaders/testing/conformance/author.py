@@ -6,14 +6,16 @@ import inspect
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
 
 import weightloaders as wl
 from weightloaders.errors import WeightLoadersError, summary
+from weightloaders.loaders.headers_only import headers_only
 from weightloaders.testing.tiny import DTYPES, sample
 from weightloaders.weights.reading import memory_of
+from weightloaders.weights.weights import as_catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,20 +43,7 @@ NAMES: tuple[str, ...] = (
 
 
 class Author:
-    """What an author gives: the loader, and a way to write a checkpoint in its format. The rest has defaults.
-
-    Attributes:
-        loader: A name, a class, a factory or an instance.
-        options: Options that every load of the suite is given.
-        dtypes: What the format can hold, bit for bit.
-        min_dims: The fewest dimensions that a tensor of the format has.
-        max_dims: The most.
-        holds_empty: Whether the format can hold tensors without elements.
-        names: Names of tensors that the format can hold.
-        lazy: Whether the loader says what there is without reading the values. A loader that returns a dict or pairs
-            can't.
-        patience: Seconds after which reading a tiny file counts as hanging.
-    """
+    """What an author gives: the loader, and a way to write a checkpoint in its format. See `LoaderConformance`."""
 
     loader: ClassVar[Any]
     options: ClassVar[Mapping[str, Any]] = {}
@@ -65,6 +54,8 @@ class Author:
     names: ClassVar[Collection[str]] = NAMES
     lazy: ClassVar[bool] = True
     patience: ClassVar[float] = 20.0
+    heavy: ClassVar[Collection[str]] = ("torch", "transformers", "numpy")
+    name: ClassVar[str | None] = None
 
     def write_checkpoint(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> str | Path:
         """Write tensors in the loader's format, if possible with other code than the loader's own.
@@ -83,6 +74,13 @@ class Author:
     def files_changed(self, folder: Path) -> None:
         """Called when the suite has changed files in the folder, e.g. to upload them again. Does nothing by default."""
 
+    def may_go_unnoticed(self, damage: Literal["empty", "truncated", "garbage"], file: Path) -> bool:  # noqa: ARG002
+        """Whether the format has nothing to tell this damage of a file by; False by default.
+
+        A file that holds bare values can't be told from one of other values, for one.
+        """
+        return False
+
     # -- for the checks
 
     @property
@@ -94,8 +92,16 @@ class Author:
         return loader.__func__ if isinstance(loader, staticmethod) else loader
 
     def open(self, source: str | Path) -> wl.Weights:
-        """Open a source with the loader."""
-        return wl.open_weights(source, self.given_loader, **self.options)
+        """Open a source with the loader, as `open_weights` does; but what it raises is not made an error of ours."""
+        loader = self.created_loader(str(source))
+        with headers_only():
+            return as_catalogue(loader.get_weights(str(source)), borrowed=loader.borrowed)
+
+    def created_loader(self, source: str | None = None) -> wl.BaseWeightLoader:
+        """The loader, created with the options of the suite."""
+        given = self.given_loader
+        options = {} if isinstance(given, wl.BaseWeightLoader) else self.options
+        return wl.WeightLoaderRegistry.resolve(given, options, source=source)
 
     def holds(self, shape: Sequence[int]) -> bool:
         """Whether the format can hold a tensor of this shape, by what is declared."""
@@ -148,9 +154,7 @@ def expect_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None
     said, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
     expect(said == due, f"{name!r} was written as {due} and read as {said}")
     if bits(tensor) != bits(expected):
-        raise AssertionError(
-            f"{name!r} was read with other values than were written:\n{tensor}\nrather than\n{expected}"
-        )
+        raise AssertionError(f"{name!r} was written with these values:\n{expected}\nand read as:\n{tensor}")
 
 
 def expect_all(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

@@ -7,8 +7,9 @@ import io
 import pickle
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -17,7 +18,7 @@ from weightloaders.testing.conformance.author import Author, bits, expect, refus
 from weightloaders.weights.reading import lacks_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 # What a load of a few kilobytes may take beyond what the process has.
 _SPARE_MEMORY = 1 << 30
@@ -25,6 +26,8 @@ _TRUNCATIONS = 32
 _FLIPS = 96
 
 Found = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
+# Reads the files as they are now; what comes of it, and what came of them when they were sound.
+Attempt = Callable[[], tuple[Found | WeightLoadersError, Found]]
 
 
 class Damage(Author):
@@ -54,7 +57,7 @@ class Damage(Author):
         """A checkpoint of empty files is refused."""
         for path, _, attempt in self._each_file(tmp_path):
             path.write_bytes(b"")
-            self._refused_or_unneeded(attempt(), path, "an empty file")
+            self._expect_noticed("empty", path, attempt, "an empty file")
 
     def test_a_checkpoint_without_tensors_is_read_or_refused(self, tmp_path: Path) -> None:
         """Nothing at all is weights without names, or an error of ours."""
@@ -70,14 +73,14 @@ class Damage(Author):
         for path, content, attempt in self._each_file(tmp_path):
             for length in _lengths(len(content)):
                 path.write_bytes(content[:length])
-                self._refused_or_unneeded(attempt(), path, f"a file cut to {length} of {len(content)} bytes")
+                self._expect_noticed("truncated", path, attempt, f"a file cut to {length} of {len(content)} bytes")
 
     def test_garbage_is_refused(self, tmp_path: Path) -> None:
         """Files of another kind are refused: text, zeros, noise, an error page, another format's."""
         for path, content, attempt in self._each_file(tmp_path):
             for kind, garbage in _garbage(len(content)).items():
                 path.write_bytes(garbage)
-                self._refused_or_unneeded(attempt(), path, f"a file of {kind}")
+                self._expect_noticed("garbage", path, attempt, f"a file of {kind}")
 
     def test_changed_bytes_never_end_in_a_foreign_exception(self, tmp_path: Path) -> None:
         """Whatever bytes are changed, it is read (as other values, maybe) or refused by an error of ours."""
@@ -114,9 +117,7 @@ class Damage(Author):
             link = link.__cause__
         return found if error is None else error
 
-    def _each_file(
-        self, folder: Path
-    ) -> Iterator[tuple[Path, bytes, Callable[[], tuple[Found | WeightLoadersError, Found]]]]:
+    def _each_file(self, folder: Path) -> Iterator[tuple[Path, bytes, Attempt]]:
         """Each file of a sound checkpoint with its content, for who spoils it, and a way to read what came of it."""
         source = self.write_checkpoint(folder, self.some_tensors())
         sound = self._attempt(source)
@@ -133,10 +134,12 @@ class Damage(Author):
             path.write_bytes(content)
             self.files_changed(folder)
 
-    def _refused_or_unneeded(self, outcome: tuple[Found | WeightLoadersError, Found], path: Path, what: str) -> None:
-        found, sound = outcome
-        if not isinstance(found, WeightLoadersError):
-            # A file that the loader has no use for may be what it likes.
+    def _expect_noticed(
+        self, damage: Literal["empty", "truncated", "garbage"], path: Path, attempt: Attempt, what: str
+    ) -> None:
+        found, sound = attempt()
+        # A file that the loader has no use for may be what it likes.
+        if not isinstance(found, WeightLoadersError) and not self.may_go_unnoticed(damage, path):
             expect(found == sound, f"{what} in the place of {path.name} went unnoticed: it was read as {list(found)}")
 
 

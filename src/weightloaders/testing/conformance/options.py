@@ -10,7 +10,7 @@ import weightloaders as wl
 from weightloaders.errors import OptionsError
 from weightloaders.loaders.options import LoaderFactory, create_loader
 from weightloaders.registry import WeightLoaderRegistry
-from weightloaders.testing.conformance.author import Author, expect, expect_all, refusal, skip, within
+from weightloaders.testing.conformance.author import Author, expect, refusal, skip, within
 from weightloaders.testing.tiny import tiny_checkpoint
 
 if TYPE_CHECKING:
@@ -80,16 +80,13 @@ class Options(Author):
         """Where `probe` says yes, to its own format or to another's, the loader can read it."""
         loader = self._class()
         (tmp_path / "own").mkdir()
-        tensors = self.some_tensors()
-        own = self.write_checkpoint(tmp_path / "own", tensors)
-        if _answer(loader, str(own), self.patience) == "yes":
-            with self.open(own) as weights:
-                expect_all(weights, tensors)
-        for format in ("safetensors", "torch", "binary"):  # noqa: A001 -- the field's word
-            other = tiny_checkpoint(tmp_path / format, format)
-            if _answer(loader, str(other), self.patience) == "yes":
-                error = refusal(partial(self.open, other))
-                expect(error is None, f"`probe` says yes to a {format} checkpoint, which the loader refuses: {error}")
+        sources = {"own": self.write_checkpoint(tmp_path / "own", self.some_tensors())}
+        for kind in ("safetensors", "torch", "binary"):
+            sources[kind] = tiny_checkpoint(tmp_path / kind, kind)
+        for kind, source in sources.items():
+            if _answer(loader, str(source), self.patience) == "yes":
+                error = refusal(partial(self.open, source))
+                expect(error is None, f"`probe` says yes to a checkpoint ({kind}), which the loader refuses: {error}")
 
     def _factory(self) -> LoaderFactory:
         loader = self.given_loader
@@ -100,10 +97,7 @@ class Options(Author):
         return factory
 
     def _class(self) -> type[wl.BaseWeightLoader]:
-        created = WeightLoaderRegistry.resolve(
-            self.given_loader, {} if isinstance(self.given_loader, wl.BaseWeightLoader) else self.options
-        )
-        return type(created)
+        return type(self.created_loader())
 
 
 def _creating(loader: LoaderFactory, options: Mapping[str, Any]) -> Callable[[], object]:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 from weightloaders.testing.conformance.author import Author, expect, skip
 from weightloaders.testing.conformance.sharing import target_of
@@ -26,15 +26,7 @@ print(json.dumps([asdict(found) for found in WeightLoaderRegistry.describe()]))
 
 
 class Package(Author):
-    """What is installed is found, and looking at it costs nothing.
-
-    Attributes:
-        heavy: Modules that importing the loader's own module must not import.
-        name: The name that the package offers the loader under. Default: whatever name leads to it, if any does.
-    """
-
-    heavy: ClassVar[tuple[str, ...]] = ("torch", "transformers", "numpy")
-    name: ClassVar[str | None] = None
+    """What is installed is found, and looking at it costs nothing."""
 
     def test_importing_the_loader_imports_nothing_heavy(self) -> None:
         """`weightloaders list` imports the loader's module, so that must import neither torch nor its like."""
@@ -50,18 +42,20 @@ class Package(Author):
 
     def test_it_is_found_by_its_name(self) -> None:
         """The name that the installed package offers leads to this loader, and says in one line what it is."""
-        target = target_of(self.given_loader)
+        named = isinstance(self.given_loader, str) and ":" not in self.given_loader
+        name = self.given_loader if named else self.name
+        target = None if named else target_of(self.given_loader)
         listed = _ask(_FIND)
-        if self.name is None:
+        if name is None:
             same = [d for d in listed if target is not None and _is_same(d["target"], target)]
             if not same:
                 skip("no installed package offers this loader")
         else:
-            same = [d for d in listed if d["name"] == self.name]
-            expect(same, f"nothing is named {self.name!r}: is the package installed, and its entry point declared?")
+            same = [d for d in listed if d["name"] == name]
+            expect(same, f"nothing is named {name!r}: is the package installed, and its entry point declared?")
             expect(
                 any(target is None or _is_same(d["target"], target) for d in same),
-                f"{self.name!r} leads to {same[0]['target']}, not to {target}",
+                f"{name!r} leads to {same[0]['target']}, not to {target}",
             )
         for found in same:
             expect(found["status"] == "ok", f"{found['name']!r} is {found['status']}: {found['error']}")

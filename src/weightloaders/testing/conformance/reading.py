@@ -13,6 +13,7 @@ from weightloaders.errors import SourceClosedError, UnknownTensorError
 from weightloaders.testing.conformance.author import Author, bits, expect, expect_all, expect_names, refusal, skip
 from weightloaders.testing.tiny import sample
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.weights import as_catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,6 +106,23 @@ class Reading(Author):
         expect(_contents(tmp_path) == before, "writing into a tensor changed the files")
         with self.open(source) as weights:
             expect_all(weights, tensors)
+
+    def test_files_that_are_listed_are_read_as_those_on_disk(self, tmp_path: Path) -> None:
+        """`get_listed_weights` and `probe_listing`, where the loader has them, say the same as for a path."""
+        tensors = self.some_tensors()
+        source = self.write_checkpoint(tmp_path, tensors)
+        loader = self.created_loader(str(source))
+        if type(loader).get_listed_weights is wl.BaseWeightLoader.get_listed_weights or "://" in str(source):
+            skip("the loader does not read files that are listed")
+        place = Path(source)
+        listing, name = (place, "") if place.is_dir() else (place.parent, place.name)
+        with as_catalogue(loader.get_listed_weights(wl.FolderListing(listing), name)) as weights:
+            expect_all(weights, tensors)
+        asked, listed = loader.probe(str(source)), loader.probe_listing(wl.FolderListing(listing), name)
+        expect(
+            asked.answer == listed.answer,
+            f"`probe` says {asked.answer} ({asked.reason}), but `probe_listing` {listed.answer} ({listed.reason})",
+        )
 
     def test_tensors_outlive_closing(self, tmp_path: Path) -> None:
         """A tensor that was handed out is still good when the weights are closed and gone."""

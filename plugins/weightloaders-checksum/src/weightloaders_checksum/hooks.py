@@ -1,0 +1,103 @@
+"""The hook: before a load, each file that it will read is held against the checksum that is known of it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+# Its names are resolved on first use.
+import weightloaders as wl
+from weightloaders.errors import SourceReadError
+from weightloaders_checksum.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightloaders.weights.checksums import Mismatch
+
+_SHOWN = 6
+
+
+@wl.hookimpl
+def before_load(plan: wl.LoadPlan) -> None:
+    """Refuse a load of files that are not what they must be.
+
+    Raises:
+        SourceReadError: If a file has another checksum; or none is known, and that is to be an error.
+        SourceError: If a list of checksums can't be read.
+        ConfigError: If the settings are not allowed.
+    """
+    # A plan that has errors is not carried out.
+    if not plan.ok:
+        return
+    asked = settings()
+    lists = [wl.ChecksumList(path, asked.root) for path in asked.lists]
+    expected: dict[wl.ByteSource, wl.Checksum] = {}
+    unknown: list[str] = []
+    for source in _sources_of(plan):
+        # What lies elsewhere would have to be fetched twice to know.
+        known = wl.Checksum.known(source.name, lists) if os.path.lexists(source.name) else None
+        if known is None:
+            unknown.append(source.name)
+        else:
+            expected[source] = known
+    nowhere = [info.name for info in plan.tensors_read if info.numel and not info.extents]
+    if asked.unknown == "error":
+        _refuse_unknown(unknown, nowhere or ([] if plan.tensors_read else ["a stream's tensors"]))
+    _refuse_changed(wl.Checksum.mismatches(expected))
+    _tell(plan, expected, unknown if asked.unknown == "warn" else [])
+
+
+def _sources_of(plan: wl.LoadPlan) -> list[wl.ByteSource]:
+    origins = (extent.source.origin for info in plan.tensors_read for extent in info.extents if extent.length)
+    return list({origin.name: origin for origin in origins}.values())
+
+
+def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
+    hint = "list it in SHA256SUMS beside it, or allow it with WEIGHTLOADERS_CHECKSUM_UNKNOWN=warn"
+    if files:
+        raise SourceReadError(f"no checksum is known of {_listed(files)}", file=files[0], hint=hint)
+    if tensors:
+        raise SourceReadError(
+            f"nothing says which files these come from, so no checksum is known: {_listed(tensors)}", hint=hint
+        )
+
+
+def _refuse_changed(mismatches: Sequence[Mismatch]) -> None:
+    if not mismatches:
+        return
+    lines = [
+        f"{source.name} has the {_called(due)} {found}, not {due.digest}, which {due.said_by} says"
+        for source, due, found in mismatches
+    ]
+    raise SourceReadError(
+        "\n".join(lines),
+        file=mismatches[0].source.name,
+        hint="it is damaged or was exchanged: fetch it again; nothing was loaded from it",
+    )
+
+
+def _called(checksum: wl.Checksum) -> str:
+    return "checksum (sha256)" if checksum.algorithm == "sha256" else "checksum (git's)"
+
+
+def _tell(plan: wl.LoadPlan, expected: dict[wl.ByteSource, wl.Checksum], unknown: Sequence[str]) -> None:
+    """Put it into the report, by way of the plan's findings."""
+    from weightloaders.plan import Finding
+
+    found = []
+    if expected:
+        by = ", ".join(dict.fromkeys(checksum.said_by for checksum in expected.values()))
+        files = "1 file" if len(expected) == 1 else f"{len(expected)} files"
+        found.append(Finding("note", "info", f"checksums compared and right: {files}, by {by}"))
+    if unknown:
+        message = f"no checksum is known of {_listed(unknown)}"
+        hint = "list it in SHA256SUMS beside it; WEIGHTLOADERS_CHECKSUM_UNKNOWN=ignore silences this"
+        found.append(Finding("checksum", "warning", message, file=unknown[0], hint=hint))
+    # A plan may be run several times.
+    plan.findings.extend(finding for finding in found if finding not in plan.findings)
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,143 @@
+"""`TensorizerLoader`: files of tensorizer (https://github.com/coreweave/tensorizer), read by tensorizer or by us."""
+
+from __future__ import annotations
+
+import fnmatch
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+# Its names are resolved on first use.
+import weightloaders as wl
+from weightloaders.errors import AmbiguousSourceError, OptionsError, SourceError, SourceNotFoundError
+from weightloaders_engines.packages import needed, reading
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+
+    from weightloaders_engines.tensorizer_header import Entry
+
+# tensorizer keeps every tensor that it has read until it is closed, so it is closed after so many bytes.
+_AT_ONCE = 256 << 20
+
+
+class TensorizerLoader(wl.BaseWeightLoader):
+    """A ``.tensors`` file that tensorizer wrote: one file, or the one in a folder.
+
+    What it holds is read, and checked, from its index. Encrypted files are refused; tensors that were saved without
+    values (from the meta device) are left out, with a note.
+
+    Args:
+        file_pattern: Which file of a folder is meant.
+        engine: Who reads the values: ``"tensorizer"``, or ``"weightloaders"`` itself, which then needs no other
+            package.
+        num_readers: With how many threads tensorizer reads. Default: its own choice.
+        verify_hash: Let tensorizer compare each tensor with the hashes that the file has of it.
+
+    Raises:
+        OptionsError: If the number is not positive, or an option of tensorizer's is given without it.
+    """
+
+    description: ClassVar[str] = "tensorizer's .tensors files"
+
+    def __init__(
+        self,
+        file_pattern: str = "*.tensors",
+        engine: Literal["tensorizer", "weightloaders"] = "tensorizer",
+        num_readers: int | None = None,
+        verify_hash: bool = False,
+    ) -> None:
+        if num_readers is not None and num_readers <= 0:
+            raise OptionsError(f"num_readers is a positive number, not {num_readers}")
+        if engine == "weightloaders" and (verify_hash or num_readers is not None):
+            raise OptionsError("num_readers and verify_hash are options of tensorizer's, which engine says not to use")
+        self.file_pattern = file_pattern
+        self.engine = engine
+        self.num_readers = num_readers
+        self.verify_hash = verify_hash
+
+    def get_weights(self, model_name_or_path: str) -> wl.Weights:
+        """Describe the tensors of a file; nothing but its index is read.
+
+        Raises:
+            MissingDependencyError: If tensorizer is to read, and is not installed.
+            SourceNotFoundError: If there is no such file, or none in the folder.
+            AmbiguousSourceError: If the folder holds several.
+            CheckpointFormatError: If it is no sound file of tensorizer's, or encrypted.
+        """
+        from weightloaders_engines.tensorizer_header import read_index
+
+        if self.engine == "tensorizer":
+            needed("tensorizer", "tensorizer")
+        path = _find(Path(model_name_or_path).expanduser(), self.file_pattern)
+        index = read_index(path)
+        entries = {entry.info.name: entry for entry in index.entries}
+        stream = partial(self._read, str(path), entries) if self.engine == "tensorizer" else None
+        return wl.Weights.describe((entry.info for entry in index.entries), notes=index.notes, stream=stream)
+
+    def _read(
+        self, path: str, entries: Mapping[str, Entry], names: Sequence[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        library = needed("tensorizer", "tensorizer")
+        wanted = sorted((entries[name] for name in names), key=lambda entry: entry.place)
+        for batch in _batches(wanted):
+            ours = {entry.path: entry.info.name for entry in batch}
+            with reading("tensorizer", path), self._opened(library, path, ours) as deserializer:
+                for *_, name, parameter in deserializer.read_tensors():
+                    yield ours[name], parameter.detach()
+
+    def _opened(self, library: Any, path: str, ours: Mapping[Any, str]) -> Any:
+        return library.TensorDeserializer(
+            path,
+            device="cpu",
+            filter_func=ours.__contains__,
+            lazy_load=True,
+            num_readers=self.num_readers,
+            verify_hash=self.verify_hash,
+        )
+
+    @classmethod
+    def probe(cls, path: str) -> wl.Probe:
+        """Whether it is a ``.tensors`` file, or a folder with just one."""
+        from weightloaders_engines.tensorizer_header import MAGIC
+
+        try:
+            file = _find(Path(path).expanduser(), "*.tensors")
+            with file.open("rb") as opened:
+                begin = opened.read(len(MAGIC))
+        except SourceError as error:
+            return wl.Probe.no(error.message)
+        except OSError as error:
+            return wl.Probe.no(str(error))
+        return wl.Probe.yes("a file of tensorizer's") if begin == MAGIC else wl.Probe.no("no file of tensorizer's")
+
+
+def _find(path: Path, pattern: str) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise SourceNotFoundError(f"there is no file or folder {path}", file=path)
+    found = sorted(file for file in path.iterdir() if fnmatch.fnmatch(file.name, pattern) and file.is_file())
+    if not found:
+        raise SourceNotFoundError(f"{path} holds no {pattern}", file=path)
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise AmbiguousSourceError(
+            f"{path} holds several files of tensorizer's: {names}",
+            file=path,
+            hint="name the file, or give file_pattern; each rank of a sharded model has a file of its own",
+        )
+    return found[0]
+
+
+def _batches(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    batch: list[Entry] = []
+    for entry in entries:
+        if batch and sum(other.info.nbytes for other in batch) + entry.info.nbytes > _AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(entry)
+    if batch:
+        yield batch

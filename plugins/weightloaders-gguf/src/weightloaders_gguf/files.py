@@ -1,0 +1,187 @@
+"""Which files are meant: one, the parts of a split one, or one of several that a folder holds."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightloaders import FolderListing
+from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weightloaders import Listing
+
+_SUFFIX = ".gguf"
+# llama.cpp's own form, `llama_split_path`.
+_PART = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
+_NO_MODELS = {
+    "mmproj": "the part of a model that sees or hears, not the language model",
+    "imatrix": "what guides quantisation, not a model",
+}
+_SHOWN = 6
+
+
+class Place(NamedTuple):
+    """What a user named.
+
+    Attributes:
+        listing: The folder.
+        name: The file in it; empty for the folder.
+        tag: Which of several is meant, such as ``Q4_K_M``; empty where nothing was said.
+    """
+
+    listing: FolderListing
+    name: str = ""
+    tag: str = ""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one model.
+
+    Attributes:
+        listing: The folder that they lie in.
+        names: One, or all parts in their order, as paths within the folder.
+        skipped: Files that were left out, each with the reason.
+    """
+
+    listing: Listing
+    names: tuple[str, ...]
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def place_of(text: str) -> Place:
+    """What a name stands for: a file, a folder, or ``folder:Q4_K_M``.
+
+    Raises:
+        SourceNotFoundError: If there is no such file or folder.
+    """
+    path = Path(text).expanduser()
+    head, colon, tag = text.rpartition(":")
+    if colon and tag and not _exists(path) and (folder := Path(head or ".").expanduser()).is_dir():
+        return Place(FolderListing(folder), tag=tag)
+    if path.is_dir():
+        return Place(FolderListing(path))
+    listing = FolderListing(path.parent)
+    problems = listing.problems([path.name])
+    if problems:
+        raise SourceNotFoundError(
+            f"{path} {problems[path.name]}",
+            file=path,
+            hint="give a .gguf file, the folder of one, or folder:Q4_K_M; files on the hub have to be downloaded first",
+        )
+    return Place(listing, path.name)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | None = None) -> Files:
+    """The files of the model that is meant.
+
+    Args:
+        listing: What lies in the folder.
+        name: The file that was named, any part of a split one; empty for the folder.
+        tag: Which of several is meant: a part of its name that is a word, such as ``Q4_K_M``, or the whole name.
+        file_pattern: A glob that the name has to match.
+
+    Raises:
+        SourceNotFoundError: If there is none.
+        AmbiguousSourceError: If there are several.
+        IncompleteCheckpointError: If a part is missing.
+    """
+    if name:
+        return Files(listing, _whole(listing, name))
+    names = sorted(other for other in listing.names if other.lower().endswith(_SUFFIX))
+    if tag and isinstance(listing, FolderListing):
+        # Where each quantisation has a folder of its own, it is called like it.
+        names += _in_subfolders(listing)
+    skipped = {other: reason for other in names if (reason := _no_model(other))}
+    wanted = [other for other in names if other not in skipped]
+    if file_pattern is not None:
+        wanted = [other for other in wanted if fnmatch.fnmatchcase(other, file_pattern)]
+    if tag:
+        wanted = [other for other in wanted if _is_tagged(other, tag)]
+    sets: dict[str, list[str]] = defaultdict(list)
+    for other in wanted:
+        match = _PART.fullmatch(other)
+        sets[f"{match['prefix']}-*-of-{match['count']}{match['suffix']}" if match else other].append(other)
+    if len(sets) != 1:
+        raise _none_or_many(listing, sets, names, tag, file_pattern)
+    (found,) = sets.values()
+    return Files(listing, _whole(listing, found[0]), skipped)
+
+
+def _no_model(name: str) -> str | None:
+    file = name.rpartition("/")[2].lower()
+    return next((reason for word, reason in _NO_MODELS.items() if re.search(rf"(^|[-_.]){word}([-_.]|$)", file)), None)
+
+
+def _is_tagged(name: str, tag: str) -> bool:
+    # Q4_K is not Q4_K_M, nor is Q4_XS IQ4_XS.
+    return name == tag or re.search(rf"(?<![a-z0-9]){re.escape(tag)}(?![a-z0-9_])", name, re.IGNORECASE) is not None
+
+
+def _in_subfolders(listing: FolderListing) -> list[str]:
+    found = []
+    for folder in listing.odd:
+        if (listing.folder / folder).is_dir():
+            inside = FolderListing(listing.folder / folder)
+            found += [f"{folder}/{name}" for name in inside.names if name.lower().endswith(_SUFFIX)]
+    return sorted(found)
+
+
+def _none_or_many(
+    listing: Listing, sets: Iterable[str], names: list[str], tag: str, pattern: str | None
+) -> SourceNotFoundError | AmbiguousSourceError:
+    what = tag or pattern or f"*{_SUFFIX}"
+    sets = sorted(sets)
+    if sets:
+        return AmbiguousSourceError(
+            f"{listing.where} holds several models{f' that {what!r} may mean' if tag or pattern else ''}: "
+            f"{_listed(sets)}",
+            file=listing.where,
+            hint=f"name the file itself, or say which: {listing.where}:Q4_K_M, or file_pattern='*Q4_K_M*'",
+        )
+    there = f"; there is {_listed(names)}" if names else ""
+    return SourceNotFoundError(f"{listing.where} holds no model {what!r}{there}", file=listing.where)
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _whole(listing: Listing, name: str) -> tuple[str, ...]:
+    """A file, or all parts of the set that it belongs to."""
+    folder, slash, file = name.rpartition("/")
+    match = _PART.fullmatch(file)
+    if match is None:
+        return (name,)
+    count = int(match["count"])
+    parts = [
+        f"{folder}{slash}{match['prefix']}-{i:05d}-of-{match['count']}{match['suffix']}" for i in range(1, count + 1)
+    ]
+    if name not in parts:
+        # A number that its own set does not have: so it is no part, whatever it is called.
+        return (name,)
+    problems = listing.problems(parts)
+    if problems:
+        missing = [part for part in parts if part in problems]
+        raise IncompleteCheckpointError(
+            f"{name} is one of {count} parts, but {missing[0]} {problems[missing[0]]}"
+            + (f", nor are {len(missing) - 1} others" if len(missing) > 1 else ""),
+            file=f"{listing.where}/{missing[0]}",
+            hint="fetch all parts into one folder",
+        )
+    return tuple(parts)

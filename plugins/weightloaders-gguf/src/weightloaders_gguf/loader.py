@@ -1,0 +1,128 @@
+"""`GgufLoader`: llama.cpp's GGUF files, with names and layouts as transformers has them."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import weightloaders as wl
+from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError
+from weightloaders_gguf.files import Files, choose, place_of
+
+if TYPE_CHECKING:
+    from weightloaders import Listing
+
+
+class GgufLoader(wl.BaseWeightLoader):
+    """Reads GGUF: a file, all parts of a split one from any of them, the one in a folder, or ``folder:Q4_K_M``.
+
+    Numbers that are stored plainly are read from their place in the file. Quantised ones are decoded while they are
+    read, piece by piece. Config and tokenizer come from the file, too.
+
+    Args:
+        file_pattern: Which file of a folder is meant.
+        names: ``"transformers"``: tensors are named and arranged as transformers has them. ``"gguf"``: as the file has
+            them.
+    """
+
+    description: ClassVar[str] = "llama.cpp's GGUF, quantised or not"
+
+    def __init__(
+        self, file_pattern: str | None = None, names: Literal["transformers", "gguf"] = "transformers"
+    ) -> None:
+        self.file_pattern = file_pattern
+        self.names = names
+        self._folders: dict[tuple[str, ...], Path] = {}
+        self._lock = threading.Lock()
+
+    def get_weights(self, model_name_or_path: str) -> wl.Weights:
+        """Describe the tensors; nothing but headers is read.
+
+        Raises:
+            SourceNotFoundError: If there is no such file, or none in the folder.
+            AmbiguousSourceError: If the folder holds several models.
+            IncompleteCheckpointError: If a part of a split file is missing.
+            CheckpointFormatError: If a file is not sound, or is none of this model's.
+            UnsupportedDtypeError: If a tensor is of a type that can't be decoded.
+        """
+        from weightloaders_gguf.catalogue import catalogue
+
+        return catalogue(self._files(model_name_or_path), self.names)
+
+    def get_listed_weights(self, listing: Listing, name: str = "") -> wl.Weights:
+        """The same of files wherever they lie."""
+        from weightloaders_gguf.catalogue import catalogue
+
+        return catalogue(choose(listing, name, file_pattern=self.file_pattern), self.names)
+
+    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | None:
+        """A folder with the model's config, and its tokenizer if that is asked for, as the file describes them.
+
+        Raises:
+            SourceError: See `get_weights`.
+            ModelError: If transformers can't build such a model, or such a tokenizer, from a GGUF file.
+        """
+        from weightloaders_gguf.catalogue import headers_of
+        from weightloaders_gguf.model_files import write_config, write_tokenizer
+
+        files = self._files(model_name_or_path)
+        key = tuple(f"{files.listing.where}/{name}" for name in files.names)
+        with self._lock:
+            folder = self._folders.get(key)
+            headers = [header for _, header in headers_of(files)]
+            if folder is None:
+                folder = Path(tempfile.mkdtemp(prefix="weightloaders-gguf-"))
+                # Whoever was told of it may outlive this loader.
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                write_config(headers, folder)
+                self._folders[key] = folder
+            if needed != "config.json" and not (folder / "tokenizer.json").exists():
+                write_tokenizer(headers[0], folder)
+        return folder
+
+    def _files(self, model_name_or_path: str) -> Files:
+        place = place_of(model_name_or_path)
+        return choose(place.listing, place.name, place.tag, self.file_pattern)
+
+    @classmethod
+    def probe(cls, path: str) -> wl.Probe:
+        """Whether it is a GGUF file, or a folder with one, or with several."""
+        try:
+            place = place_of(path)
+        except SourceError as error:
+            return wl.Probe.no(error.message)
+        return cls._probe(place.listing, place.name, place.tag)
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> wl.Probe:
+        """The same of files wherever they lie."""
+        return cls._probe(listing, name, "")
+
+    @classmethod
+    def _probe(cls, listing: Listing, name: str, tag: str) -> wl.Probe:
+        from weightloaders_gguf.header import MAGIC
+
+        if name:
+            try:
+                source = listing.open(name)
+                if source.read(0, min(source.size, len(MAGIC))) == MAGIC:
+                    return wl.Probe.yes("a GGUF file")
+            except SourceError as error:
+                return wl.Probe.no(error.message)
+            # The reader can say what it is instead, an LFS pointer for one.
+            return (
+                wl.Probe.maybe("GGUF by its name alone") if name.lower().endswith(".gguf") else wl.Probe.no("no GGUF")
+            )
+        try:
+            choose(listing, tag=tag)
+        except IncompleteCheckpointError:
+            return wl.Probe.yes("a folder with parts of a GGUF file")
+        except AmbiguousSourceError:
+            return wl.Probe.yes("a folder with several GGUF files")
+        except SourceError as error:
+            return wl.Probe.no(error.message)
+        return wl.Probe.yes("a folder with a GGUF file")

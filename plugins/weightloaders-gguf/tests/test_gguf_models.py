@@ -1,0 +1,265 @@
+"""Whole models of every architecture: names, layouts and configs, as transformers' own loading has them, to the bit."""
+
+import warnings
+
+import gguf_models
+import pytest
+import torch
+import transformers
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from weightloaders_gguf import GgufLoader
+from weightloaders_gguf.names import ARCHITECTURES
+
+import weightloaders as wl
+from weightloaders.errors import ModelError, PlanError
+
+NEWER = ("qwen35", "qwen35moe", "lfm2")
+# transformers looks for these under other names than the converter gives them.
+NOT_BY_TRANSFORMERS = ("gpt-oss",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet():
+    transformers.utils.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        # transformers' numpy, of parameters that are random.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+    transformers.utils.logging.set_verbosity_warning()
+
+
+def written(folder, architecture, kinds=None):
+    model = gguf_models.tiny(architecture)
+    said = gguf_models.SAID.get(architecture, architecture)
+    path = gguf_models.write(
+        folder / "model.gguf",
+        gguf_models.as_gguf(model, architecture),
+        said,
+        gguf_models.properties_of(architecture, model.config),
+        kinds,
+    )
+    return model, path
+
+
+def by_transformers(path, architecture, dtype):
+    if architecture == "t5encoder":
+        family = transformers.T5EncoderModel
+    else:
+        family = transformers.AutoModelForSeq2SeqLM if "t5" in architecture else transformers.AutoModelForCausalLM
+    return family.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+
+
+def assert_same(ours, theirs):
+    assert type(ours) is type(theirs)
+    ours, theirs = ours.state_dict(), theirs.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(ours[name].nan_to_num(), tensor.nan_to_num()), name
+
+
+@pytest.mark.parametrize("architecture", [a for a in gguf_models.MODELS if a != "gemma4"])
+def test_a_model_comes_back_as_it_was_and_as_transformers_loads_it(tmp_path, architecture):
+    model, path = written(tmp_path, architecture)
+    ours, report = wl.from_pretrained(path, progress=False)
+    assert (report.unexpected, report.missing) == ([], [])
+    assert_same_config(architecture, path)
+    if architecture not in NOT_BY_TRANSFORMERS:
+        assert_same(ours, by_transformers(path, architecture, torch.float32))
+    for name, tensor in model.state_dict().items():
+        # What is one more, or an exponential, in the file is rounded there.
+        close = torch.testing.assert_close if "norm" in name or "A_log" in name else torch.equal
+        assert close(ours.state_dict()[name], tensor) in (None, True), name
+
+
+def assert_same_config(architecture, path):
+    if architecture in NOT_BY_TRANSFORMERS:
+        return
+    theirs = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_dict()
+    mine = transformers.AutoConfig.from_pretrained(GgufLoader().get_model_files(str(path), "config.json")).to_dict()
+    for content in (mine, theirs):
+        for key in ("architectures", "dtype", "_name_or_path", "_model_name_or_path", "transformers_version"):
+            content.pop(key, None)
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", torch.float32), ("llama", torch.float16), ("qwen2moe", torch.bfloat16), ("gemma2", torch.bfloat16),
+        ("gpt2", torch.bfloat16), ("bloom", torch.float32), ("mamba", torch.bfloat16), ("falcon", torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_quantised_model_is_what_transformers_makes_of_it(tmp_path, architecture, dtype):
+    def kinds(name, tensor):
+        if tensor.dim() == 1 or tensor.shape[-1] % 32 or "ssm_" in name:
+            return None
+        return "Q4_0" if "attn" in name else "Q5_1" if "ffn_up" in name else "Q8_0"
+
+    _, path = written(tmp_path, architecture, kinds)
+    ours, _ = wl.from_pretrained(path, dtype=dtype, progress=False)
+    assert_same(ours, by_transformers(path, architecture, dtype))
+
+
+@pytest.mark.parametrize("architecture", NEWER)
+def test_of_those_that_transformers_decodes_by_torch_float32_is_the_same(tmp_path, architecture):
+    def kinds(name, tensor):
+        fits = tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 and "conv" not in name
+        return "Q8_0" if fits else None
+
+    _, path = written(tmp_path, architecture, kinds)
+    ours, _ = wl.from_pretrained(path, dtype=torch.float32, progress=False)
+    assert_same(ours, by_transformers(path, architecture, torch.float32))
+
+
+@pytest.mark.parametrize(("architecture", "stored"), [("llama", "F16"), ("gemma3", "BF16"), ("bloom", "F16")])
+def test_narrow_numbers_are_read_as_transformers_reads_them(tmp_path, architecture, stored):
+    _, path = written(tmp_path, architecture, lambda name, tensor: stored if tensor.dim() > 1 else None)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, _ = wl.from_pretrained(path, dtype=dtype, progress=False)
+        assert_same(ours, by_transformers(path, architecture, dtype))
+    ours, _ = wl.from_pretrained(path, progress=False)
+    assert ours.dtype is {"F16": torch.float16, "BF16": torch.bfloat16}[stored]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "qwen35moe", "gemma2"])
+def test_a_model_that_was_made_by_hand_is_filled_the_same(tmp_path, architecture):
+    _, path = written(tmp_path, architecture)
+    model = gguf_models.tiny(architecture, seed=1)
+    wl.load_into(model, path, progress=False)
+    expected, _ = wl.from_pretrained(path, progress=False)
+    assert_same(model, expected)
+
+
+# ------------------------------------------------------------------ names
+
+
+@pytest.mark.parametrize("architecture", [a for a in gguf_models.MODELS if a not in ("qwen35", "qwen35moe")])
+def test_names_are_those_that_transformers_has(architecture):
+    kind, sizes = gguf_models.MODELS[architecture]
+    common = {} if kind in ("t5", "umt5", "gpt2", "bloom", "mamba", "falcon") else gguf_models._SIZES
+    if architecture == "gemma4":
+        sizes = {**sizes, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 16}
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[kind](**{**common, **sizes})
+        family = transformers.AutoModelForSeq2SeqLM if "t5" in kind else transformers.AutoModelForCausalLM
+        model = family.from_config(config)
+    said = gguf_models.SAID.get(architecture, architecture)
+    processor = TENSOR_PROCESSORS.get(said, TensorProcessor)(config={})
+    ours = ARCHITECTURES[said]
+    for gguf_name, name in get_gguf_hf_weights_map(model, processor).items():
+        if "exps" in gguf_name and "." not in gguf_name.split("exps")[1]:
+            # Without the suffix that it has in the file.
+            gguf_name += ".weight"
+        if gguf_name.endswith("attn_sinks"):
+            gguf_name += ".weight"
+        assert ours.of(gguf_name) == name
+
+
+def test_every_architecture_that_transformers_loads_has_names():
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+
+    renamed = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2"}
+    known = {renamed.get(name, name) for name in (*GGUF_CONFIG_MAPPING, *GGUF_CONFIG_ARCHS)}
+    assert known - {"general", "tokenizer", "umt5"} <= ARCHITECTURES.keys()
+
+
+def test_names_may_stay_the_files_own(tmp_path):
+    model, path = written(tmp_path, "llama")
+    with wl.open_weights(path, "gguf", names="gguf") as weights:
+        assert set(weights) == set(gguf_models.as_gguf(model, "llama"))
+        rotated = gguf_models.as_gguf(model, "llama")["blk.0.attn_q.weight"]
+        assert torch.equal(weights["blk.0.attn_q.weight"], rotated)
+
+
+def test_an_architecture_that_is_not_known_keeps_its_names_and_says_so(tmp_path):
+    path = gguf_models.write(tmp_path / "a.gguf", {"blk.0.attn_q.weight": torch.ones(2, 2)}, "llama99")
+    with wl.open_weights(path) as weights:
+        assert list(weights) == ["blk.0.attn_q.weight"]
+        assert "'llama99'" in weights.notes[0]
+        assert "qwen2moe" in weights.notes[0]
+    with pytest.raises(ModelError, match=r"llama99.*qwen2") as raised:
+        wl.from_pretrained(path)
+    assert "config=" in raised.value.hint
+
+
+def test_tensors_that_only_llama_cpp_needs_are_left_out(tmp_path):
+    model = gguf_models.tiny("llama")
+    tensors = {**gguf_models.as_gguf(model, "llama"), "rope_freqs.weight": torch.ones(8)}
+    path = gguf_models.write(tmp_path / "a.gguf", tensors, "llama", gguf_models.properties_of("llama", model.config))
+    _, report = wl.from_pretrained(path, progress=False)
+    assert not report.unexpected
+    with wl.open_weights(path) as weights:
+        assert "rope_freqs.weight" not in weights
+        assert "rope_freqs.weight" in weights.notes[0]
+
+
+def test_a_tensor_without_a_name_in_transformers_is_unexpected(tmp_path):
+    model = gguf_models.tiny("llama")
+    tensors = {**gguf_models.as_gguf(model, "llama"), "blk.0.attn_extra.weight": torch.ones(8)}
+    path = gguf_models.write(tmp_path / "a.gguf", tensors, "llama", gguf_models.properties_of("llama", model.config))
+    _, report = wl.from_pretrained(path, progress=False)
+    assert report.unexpected == ["blk.0.attn_extra.weight"]
+
+
+def test_a_head_that_is_the_embedding_again_is_tied(tmp_path):
+    # Written without output.weight, as llama.cpp does for tied models.
+    model = gguf_models.tiny("llama")
+    tensors = gguf_models.as_gguf(model, "llama")
+    del tensors["output.weight"]
+    path = gguf_models.write(tmp_path / "a.gguf", tensors, "llama", gguf_models.properties_of("llama", model.config))
+    loaded, report = wl.from_pretrained(path, progress=False)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert not report.missing
+
+
+def test_experts_that_lack_their_other_half_are_refused(tmp_path):
+    model = gguf_models.tiny("qwen3moe")
+    tensors = gguf_models.as_gguf(model, "qwen3moe")
+    del tensors["blk.1.ffn_up_exps.weight"]
+    path = gguf_models.write(
+        tmp_path / "a.gguf", tensors, "qwen3moe", gguf_models.properties_of("qwen3moe", model.config)
+    )
+    from weightloaders.errors import CheckpointFormatError
+
+    with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.weight is there, and ffn_up_exps.weight is not"):
+        wl.from_pretrained(path, progress=False)
+
+
+def test_halves_of_experts_may_be_stored_in_different_types(tmp_path):
+    _, path = written(tmp_path, "qwen3moe", lambda name, _: {"up_exps": "F16", "gate_exps": "Q8_0"}.get(name[10:-7]))
+    ours, _ = wl.from_pretrained(path, dtype=torch.float32, progress=False)
+    assert_same(ours, by_transformers(path, "qwen3moe", torch.float32))
+
+
+def test_widths_of_experts_are_taken_from_the_file(tmp_path):
+    model = gguf_models.tiny("qwen3moe")
+    said = gguf_models.properties_of("qwen3moe", model.config) | {"qwen3moe.expert_feed_forward_length": 32}
+    tensors = {
+        name: value[:, :32]
+        if "gate_exps" in name or "up_exps" in name
+        else value[..., :32]
+        if "down_exps" in name
+        else value
+        for name, value in gguf_models.as_gguf(model, "qwen3moe").items()
+    }
+    path = gguf_models.write(tmp_path / "a.gguf", tensors, "qwen3moe", said)
+    ours, _ = wl.from_pretrained(path, progress=False)
+    assert ours.config.moe_intermediate_size == 32
+
+
+def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path):
+    model = gguf_models.tiny("llama")
+    said = gguf_models.properties_of("llama", model.config) | {"llama.attention.head_count": 5}
+    path = gguf_models.write(tmp_path / "a.gguf", gguf_models.as_gguf(model, "llama"), "llama", said)
+    with pytest.raises((PlanError, ValueError), match="5 heads"):
+        wl.open_weights(path)
+
+
+def test_a_config_that_the_file_lacks_is_asked_for(tmp_path):
+    path = gguf_models.write(tmp_path / "a.gguf", {"token_embd.weight": torch.ones(2, 2)}, "qwen35")
+    with pytest.raises(ModelError, match="does not say what transformers needs") as raised:
+        wl.from_pretrained(path)
+    assert "config=" in raised.value.hint

@@ -1,0 +1,3 @@
+"""Meta's own names and layouts of Llama weights for weightloaders."""
+
+from weightloaders_meta.loader import MetaLoader as MetaLoader

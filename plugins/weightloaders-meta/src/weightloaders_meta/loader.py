@@ -1,0 +1,129 @@
+"""`MetaLoader`: a folder as Meta publishes it: ``consolidated.*.pth`` beside ``params.json``."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+# Its names are resolved on first use.
+import weightloaders as wl
+from weightloaders.errors import OptionsError, SourceNotFoundError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PARAMS_FILE = "params.json"
+# In the order of preference: the loader that reads it, and which files.
+_KINDS = {"local": "consolidated*.safetensors", "torch": "consolidated*.pth"}
+
+
+class MetaLoader(wl.BaseWeightLoader):
+    """A folder as Meta publishes it, with ``params.json``: one ``consolidated.00.pth``, or the parts of several ranks.
+
+    Names stay Meta's own; the rules that this package has for Llamas make them transformers'. How the parts are put
+    together is proved from the sizes in ``params.json``. ``LLM(model=folder, weight_loader="meta")`` builds the model's
+    config from it, too.
+
+    Args:
+        file_pattern: A glob for the names of the files to read. Default: ``consolidated*.safetensors``, else
+            ``consolidated*.pth``.
+        axes: How parts are put together that aren't Llama's; as for the loader ``torch``.
+        max_position_embeddings: How many positions the model has, for the config. Default: what its version has, going
+            by ``params.json``.
+
+    Raises:
+        OptionsError: If the number is not positive.
+    """
+
+    description: ClassVar[str] = "Meta's consolidated.*.pth with params.json"
+
+    def __init__(
+        self,
+        file_pattern: str | None = None,
+        axes: Mapping[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
+    ) -> None:
+        if max_position_embeddings is not None and max_position_embeddings <= 0:
+            raise OptionsError(f"max_position_embeddings is a positive number, not {max_position_embeddings}")
+        self.file_pattern = file_pattern
+        self.axes = axes
+        self.max_position_embeddings = max_position_embeddings
+        self._folders: dict[Path, Path] = {}
+        self._lock = threading.Lock()
+
+    def get_weights(self, model_name_or_path: str) -> wl.Weights:
+        """Catalogue the files of a folder; no tensor is read.
+
+        Raises:
+            SourceNotFoundError: If there is no such folder, no ``params.json`` in it, or no weights.
+            IncompleteCheckpointError: If a part is missing.
+            SourceError: If a file is not what it should be.
+        """
+        folder = _folder(model_name_or_path)
+        loader, pattern = _kind_of(folder, self.file_pattern)
+        options = {"axes": self.axes} if loader == "torch" else {}
+        return wl.open_weights(folder, loader, file_pattern=pattern, **options)
+
+    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path:  # noqa: ARG002 -- both are there
+        """A folder with a config made of ``params.json``, and the tokenizer, if it is one that transformers reads.
+
+        Raises:
+            SourceError: See `get_weights`.
+            ModelError: If ``params.json`` is not that of a Llama, or does not go with the weights.
+        """
+        from weightloaders_meta.model_files import write_model_files
+
+        folder = _folder(model_name_or_path)
+        if (folder / "config.json").is_file():
+            return folder
+        with self._lock:
+            made = self._folders.get(folder)
+            if made is None:
+                made = Path(tempfile.mkdtemp(prefix="weightloaders-meta-"))
+                weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+                with self.get_weights(str(folder)) as weights:
+                    write_model_files(folder, weights, made, self.max_position_embeddings)
+                self._folders[folder] = made
+        return made
+
+    @classmethod
+    def probe(cls, path: str) -> wl.Probe:
+        """Whether it is a folder with ``params.json`` and consolidated weights."""
+        try:
+            _, pattern = _kind_of(_folder(path), None)
+        except (SourceNotFoundError, ValueError) as error:  # a ValueError: a name that no folder can have
+            return wl.Probe.no(str(error).partition("\n")[0])
+        return wl.Probe.yes(f"a folder with {PARAMS_FILE} and {pattern}")
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        raise SourceNotFoundError(
+            f"there is no folder {folder}", file=folder, hint="name the folder with params.json and the weights"
+        )
+    if not (folder / PARAMS_FILE).is_file():
+        raise SourceNotFoundError(
+            f"there is no {PARAMS_FILE} in {folder}",
+            file=folder,
+            hint="without it, the loaders 'torch' and 'local' read the files; axes say how parts are put together",
+        )
+    return folder
+
+
+def _kind_of(folder: Path, pattern: str | None) -> tuple[str, str]:
+    """The loader that reads the weights of a folder, and which files."""
+    if pattern is not None:
+        return ("local" if pattern.endswith(".safetensors") else "torch"), pattern
+    for loader, usual in _KINDS.items():
+        if any(file.is_file() for file in folder.glob(usual)):
+            return loader, usual
+    raise SourceNotFoundError(
+        f"there is no {' and no '.join(_KINDS.values())} in {folder}",
+        file=folder,
+        hint="give file_pattern, if they are called otherwise",
+    )
