@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 # It takes part in every load, and warns of files that nobody has a checksum of: its own tests are about that.
 _SPEAKS_UP = "weightloaders-checksum"
+# In processes that tests start it is not hidden.
+os.environ["WEIGHTLOADERS_CHECKSUM_UNKNOWN"] = "ignore"
 
 
 @pytest.fixture(scope="session", autouse=True)

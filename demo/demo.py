@@ -1,4 +1,4 @@
-"""One real chat model, loaded through three built-in loaders: the same bytes, the same words.
+"""One real chat model, loaded through four loaders from three formats: the same values, the same words.
 
 ``make demo`` runs it. It ends with exit status 1 if the loaders disagree.
 """
@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.padding import Padding
 
-from demo.prepare import PREPARED, SMOLLM2, write_once
+from demo.prepare import PREPARED, SMOLLM2, smollm2_gguf, write_once
 from weightloaders import LLM, SamplingParams, open_weights
 from weightloaders.report import bytes_text
 from weightloaders.weights.raw import write_raw
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 BINARY = PREPARED / f"{SMOLLM2.name}-binary"
 QUESTION = "What is gravity? Answer in two sentences."
-# Loader name -> what `LLM` is given beside the model's folder.
+# Loader name -> what `LLM` is given. A GGUF file has config and tokenizer in it, and says no dtype for its codes.
 LOADS: dict[str, dict[str, Any]] = {
-    "hf": {},
-    "local": {"weight_loader_kwargs": {"file_pattern": "*.safetensors"}},
-    "binary": {"weights": str(BINARY)},
+    "hf": {"model": str(SMOLLM2)},
+    "local": {"model": str(SMOLLM2), "weight_loader_kwargs": {"file_pattern": "*.safetensors"}},
+    "binary": {"model": str(SMOLLM2), "weights": str(BINARY)},
+    "gguf": {"model": str(smollm2_gguf()), "dtype": "bfloat16"},
 }
 
 
@@ -55,9 +56,10 @@ def write_binary(folder: Path) -> None:
 
 def describe_folder(console: Console, folder: Path) -> None:
     """Print the files of a folder that hold weights, with their sizes."""
-    console.print(f"{folder.relative_to(PREPARED.parent)}/", style="bold")
+    prepared = folder.is_relative_to(PREPARED)
+    console.print(f"{folder.relative_to(PREPARED.parent) if prepared else folder.name}/", style="bold")
     for file in sorted(folder.iterdir()):
-        if file.suffix in {".safetensors", ".bin", ".txt"} or file.name.endswith(".index.json"):
+        if file.suffix in {".safetensors", ".bin", ".txt", ".gguf"} or file.name.endswith(".index.json"):
             console.print(f"  {file.name:<36}{bytes_text(file.stat().st_size):>10}")
 
 
@@ -68,16 +70,16 @@ def main() -> int:
         The exit status: 0 if all loaders gave the same tensors and the same text.
     """
     console = Console(highlight=False)
-    console.rule("One model, two formats")
+    console.rule("One model, three formats")
     write_once(BINARY, write_binary)
-    for folder in (SMOLLM2, BINARY):
+    for folder in (SMOLLM2, BINARY, smollm2_gguf().parent):
         describe_folder(console, folder)
 
     fingerprints: dict[str, str] = {}
     answers: dict[str, str] = {}
     for loader, arguments in LOADS.items():
         console.rule(f"weight_loader={loader!r}")
-        llm = LLM(model=str(SMOLLM2), weight_loader=loader, **arguments)
+        llm = LLM(weight_loader=loader, **arguments)
         report = str(llm.load_report)
         fingerprints[loader] = fingerprint(llm.model.state_dict())
         [output] = llm.chat([{"role": "user", "content": QUESTION}], SamplingParams(temperature=0.0, max_tokens=96))
@@ -96,7 +98,7 @@ def main() -> int:
     if not same:
         console.print("The loaders disagree.", style="bold red")
         return 1
-    console.print("Three equal fingerprints, and the same words:", style="bold green")
+    console.print("Four equal fingerprints, and the same words:", style="bold green")
     console.print(f"\n  Q: {QUESTION}\n  A: {answers['hf']}\n", markup=False)
     return 0
 

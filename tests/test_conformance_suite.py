@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 
 import weightloaders as wl
+from weightloaders import testing
 from weightloaders.errors import (
     CheckpointFormatError,
     SourceNotFoundError,
@@ -196,6 +198,13 @@ def clears_its_memory_on_closing():
             return wl.Weights.describe(infos, close=close)
 
     return suite(Faulty), {OUTLIVE: "and read as"}
+
+
+def makes_tensors_where_torch_does_by_default():
+    def read(info, weights):
+        return torch.empty(info.shape, dtype=info.dtype).copy_(weights[info.name])
+
+    return suite(with_read(read)), {"test_defaults_of_torch_do_not_matter": "on the meta device"}
 
 
 def hands_out_parameters():
@@ -377,6 +386,16 @@ class BareWeights(wl.Weights):
             return super().__getitem__(name)
         except UnknownTensorError:
             raise KeyError(name) from None
+
+
+def keeps_a_refused_file_open():
+    opened = []
+
+    def answer(path, error):
+        opened.append(os.open(path, os.O_RDONLY))
+        raise error
+
+    return suite(instead(CheckpointFormatError, answer)), {"test_refused_files_are_let_go": "are still open"}
 
 
 def raises_bare_key_errors():
@@ -634,11 +653,13 @@ def has_anothers_name():
 
 FAULTS = [
     reuses_a_buffer, hands_out_what_it_keeps, ties_what_is_equal, maps_the_file_to_be_written, maps_the_file_read_only,
-    clears_its_memory_on_closing, hands_out_parameters, knows_one_dtype_too_few, declares_too_few_dtypes,
+    clears_its_memory_on_closing, makes_tensors_where_torch_does_by_default, hands_out_parameters,
+    knows_one_dtype_too_few, declares_too_few_dtypes,
     casts_what_is_not_declared, declares_too_few_shapes, has_no_scalars, does_not_tell_case,
     writes_memory_as_it_lies, fills_only_weights, reads_everything_on_opening, keeps_what_it_mapped_on_opening,
     reads_listed_files_otherwise, answers_otherwise_for_listed_files,
-    reads_after_closing, keeps_a_file_open, raises_bare_key_errors, lets_the_system_say_what_is_missing,
+    keeps_a_refused_file_open, reads_after_closing, keeps_a_file_open, raises_bare_key_errors,
+    lets_the_system_say_what_is_missing,
     takes_an_empty_folder_for_weights, hangs_on_an_empty_file, fails_without_tensors, fills_up_what_is_cut_off,
     takes_anything_for_an_archive, lets_the_parser_speak, allocates_what_a_file_claims, unpickles, seeks_and_reads,
     closes_for_others, takes_any_option, gives_an_option_no_type, has_a_default_of_another_type,
@@ -667,6 +688,13 @@ def test_a_faulty_loader_fails_no_other_check(fault, tmp_path):
 def test_every_check_has_a_loader_that_fails_it():
     shown = {check.partition("[")[0] for fault in FAULTS for check in fault()[1]} | set(IN_PROCESSES)
     assert shown == {name.partition("[")[0] for name, _, _ in checks(Sound)}
+
+
+def test_the_reference_lists_every_check_and_every_name():
+    page = (Path(__file__).parents[1] / "docs" / "reference" / "testing.md").read_text(encoding="utf-8")
+    every = {name.partition("[")[0] for name, _, _ in checks(Sound)}
+    assert set(re.findall(r"^\| `(test_\w+)` \|", page, re.MULTILINE)) == every
+    assert {name for name in testing.__all__ if f":: weightloaders.testing.{name}" not in page} == set()
 
 
 # ------------------------------------------------------------------ what shows in another process only

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -31,6 +33,7 @@ from weightloaders.errors import (
     SourceReadError,
     UnsafeCheckpointError,
 )
+from weightloaders.loaders.headers_only import headers_only
 from weightloaders.loaders.hf import HuggingFaceLoader
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.place import locate, looks_like_repository
@@ -594,6 +597,22 @@ def test_a_subfolder_and_a_variant_of_a_repository(hub: Hub, cache: Path) -> Non
         "u": 2
     }
     assert values(HuggingFaceLoader(cache_dir=cache, subfolder="vae").get_weights("org/name")) == {"v": 3}
+
+
+@pytest.mark.parametrize("only_headers", [False, True])
+def test_tensor_parallel_parts_of_a_repository_are_put_together(hub: Hub, cache: Path, only_headers: bool) -> None:
+    def part(number: int) -> bytes:
+        buffer = io.BytesIO()
+        torch.save({"norm.weight": torch.ones(4), "output.weight": torch.full((3, 4), float(number))}, buffer)
+        return buffer.getvalue()
+
+    hub.commits[OLD] = {f"consolidated.{number:02}.pth": part(number) for number in range(2)}
+    hub.commits[OLD] |= {"params.json": b'{"dim": 4, "n_heads": 2, "vocab_size": 6}', "tokenizer.model": b""}
+    with headers_only() if only_headers else contextlib.nullcontext():
+        weights = HuggingFaceLoader(cache_dir=cache).get_weights("org/name")
+    assert weights["output.weight"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+    assert weights["norm.weight"].tolist() == [1, 1, 1, 1]
+    assert not any("tokenizer" in asked for asked in hub.asked)
 
 
 def test_a_repository_without_weights_is_told_what_it_has(hub: Hub, cache: Path) -> None:

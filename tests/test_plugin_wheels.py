@@ -26,8 +26,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from weightloaders import BaseWeightLoader
 from weightloaders.cli.new_plugin import write_plugin
-from weightloaders.discovery import KNOWN_PACKAGES
+from weightloaders.discovery import KNOWN_PACKAGES, import_target
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = sorted(file.parent.name for file in ROOT.glob("plugins/*/pyproject.toml"))
@@ -293,3 +294,28 @@ def test_a_new_plugin_has_nothing_for_ruff_and_mypy_to_say(new):
     run(sys.executable, "-m", "ruff", "check", ".", cwd=new.folder)
     run(sys.executable, "-m", "ruff", "format", "--check", ".", cwd=new.folder)
     run(sys.executable, "-m", "mypy", "--no-incremental", cwd=new.folder)
+
+
+# ------------------------------------------------------------------ what is said about them
+
+
+def table_of_formats() -> dict[str, tuple[str, str]]:
+    """Loader -> its package, and whether it reads from buckets, as the reference has it."""
+    lines = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    return {name: (row[3], row[6]) for row in rows[1:] for name in re.findall(r"`([\w-]+)`", row[2])}
+
+
+@pytest.mark.parametrize("package", ["weightloaders", *PLUGINS])
+def test_every_loader_is_in_the_table_of_formats_with_its_package(package):
+    folder = ROOT if package == "weightloaders" else ROOT / "plugins" / package
+    table = table_of_formats()
+    offered = Project(folder, Path()).offers("loaders")
+    for name, target in offered.items():
+        if name == "auto":
+            continue
+        assert table[name][0] == package
+        loader = import_target(target)
+        reads_listings = loader.get_listed_weights is not BaseWeightLoader.get_listed_weights
+        assert table[name][1] == ("yes" if reads_listings or name in ("http", "remote") else "no"), name
+    assert {name for name, (offering, _) in table.items() if offering == package} <= {*offered, "meta"}

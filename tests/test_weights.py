@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
+import math
 import mmap
 import os
 import pickle
@@ -646,6 +648,33 @@ def test_descriptions_can_be_renamed_copied_and_sent_to_another_process(tmp_path
     assert info.renamed("u").name == "u"
     with pytest.raises(AttributeError):
         info.name = "other"  # type: ignore[misc]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_boxes_are_accepted_just_where_they_fill_their_tensor_once(data: st.DataObject) -> None:
+    dims = data.draw(st.integers(1, 3))
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=dims, max_size=dims))
+    edges = [[0, *sorted(data.draw(st.sets(st.integers(1, 3), max_size=2))), size] for size in shape]
+    # A grid of boxes, of which some may then be moved, or be there once more.
+    spans = [
+        [(a, max(0, min(b, size) - a)) for a, b in itertools.pairwise(e)] for e, size in zip(edges, shape, strict=True)
+    ]
+    boxes = [list(box) for box in itertools.product(*spans)]
+    for _ in range(data.draw(st.integers(0, 2))):
+        box, dim = data.draw(st.sampled_from(boxes)), data.draw(st.integers(0, dims - 1))
+        begin, size = box[dim]
+        moved = [*box[:dim], (max(0, begin + data.draw(st.integers(-1, 1))), size), *box[dim + 1 :]]
+        boxes = data.draw(st.sampled_from([[*boxes, moved], [moved if b is box else b for b in boxes]]))
+    within = all(begin + size <= whole for box in boxes for (begin, size), whole in zip(box, shape, strict=True))
+    filled = [cell for box in boxes for cell in itertools.product(*(range(begin, begin + size) for begin, size in box))]
+    source = Memory(bytes(4 * math.prod(shape)))
+    extents = [Extent(source, shape=[n for _, n in box], at=[begin for begin, _ in box]) for box in boxes]
+    if within and len(filled) == len(set(filled)) == math.prod(shape):
+        TensorInfo("w", torch.float32, shape, extents)
+    else:
+        with pytest.raises(CheckpointFormatError):
+            TensorInfo("w", torch.float32, shape, extents)
 
 
 # ------------------------------------------------------------------ files

@@ -91,6 +91,12 @@ def test_slices_of_two_ranks_are_put_together(two_ranks, kind):
         assert len(weights.info("replicated").extents) == len(weights.info("plain").extents) == 1
 
 
+def test_the_tensors_of_torchs_older_fsdp_are_put_together(two_ranks):
+    with wl.open_weights(two_ranks / "older", DcpLoader) as weights:
+        assert [e.shape for e in weights.info("rows").extents] == [(4, 4), (2, 4)]
+        assert torch.equal(weights["rows"], torch.load(two_ranks / "whole.pt")["rows"])
+
+
 @pytest.mark.parametrize("kind", ["hf", "safetensors"])
 def test_slices_in_the_format_of_safetensors_are_put_together(two_ranks, kind):
     left_out = ("fsdp.", "empty", "one_row")
@@ -518,6 +524,50 @@ def test_the_pickle_is_read_as_python_reads_it(two_ranks):
     found = plain(read_pickle(raw, "x"))
     assert str(found).replace("('layout', None)", "None") == str(plain(pickle.loads(raw)))
     assert len(list(pickletools.genops(raw))) > 100
+
+
+# ------------------------------------------------------------------ where it lies
+
+
+class Memory(wl.ByteSource):
+    def __init__(self, path):
+        self.name, self._content = f"shelf://{path.name}", path.read_bytes()
+
+    @property
+    def size(self):
+        return len(self._content)
+
+    @property
+    def identity(self):
+        return id(self)
+
+    def read_into(self, view, offset):
+        view[:] = self._content[offset : offset + len(view)]
+
+
+class Shelf(wl.FolderListing):
+    """A folder whose files are in memory, so that nothing can be read but through their sources."""
+
+    def open(self, name):
+        return Memory(self.folder / name)
+
+
+@pytest.mark.parametrize("kind", ["nested", "own-metadata", "hf", "safetensors"])
+def test_it_is_read_from_wherever_a_listing_can_be_made(two_ranks, kind):
+    weights = DcpLoader().get_listed_weights(Shelf(two_ranks / kind))
+    assert {e.source.name.partition("://")[0] for info in weights.infos() for e in info.extents} == {"shelf"}
+    assert_same(dict(weights.items()), load(two_ranks / kind))
+    assert DcpLoader.probe_listing(Shelf(two_ranks / kind)).answer == "yes"
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_in_the_hubs_cache_a_link_out_of_the_repository_is_not_followed(two_ranks, tmp_path, name):
+    snapshot = tmp_path / "models--org--name/snapshots" / ("0" * 40)
+    shutil.copytree(two_ranks / "nested", snapshot)
+    (snapshot / name).rename(tmp_path / "elsewhere")
+    (snapshot / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeCheckpointError, match="is a link to"):
+        load(snapshot)
 
 
 # ------------------------------------------------------------------ recognising it

@@ -14,7 +14,15 @@ from weightloaders.testing.tiny import DTYPES
 pytestmark = pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
 
 
-class TestDcp(LoaderConformance):
+class InThisProcess(LoaderConformance):
+    """Starting a process that imports torch takes longer than all other checks."""
+
+    @pytest.mark.slow
+    def test_a_spawned_process_reads_the_same_values(self, tmp_path):
+        super().test_a_spawned_process_reads_the_same_values(tmp_path)
+
+
+class TestDcp(InThisProcess):
     loader = DcpLoader
     name = "dcp"
 
@@ -23,15 +31,10 @@ class TestDcp(LoaderConformance):
         return folder / "checkpoint"
 
 
-class TestShardedState(LoaderConformance):
+class TestShardedState(InThisProcess):
     loader = ShardedStateLoader
     name = "sharded_state"
     dtypes = frozenset(DTYPES) - {torch.complex128}
-
-    @pytest.mark.slow
-    def test_a_spawned_process_reads_the_same_values(self, tmp_path):
-        """The same code does it as for DCP's."""
-        super().test_a_spawned_process_reads_the_same_values(tmp_path)
 
     def write_checkpoint(self, folder, tensors):
         names = list(tensors)

@@ -12,6 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as ShardOfTensor
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -60,6 +63,11 @@ dcp.save({"model": parts, "optimizer": {"state": parts}, "step": 3}, checkpoint_
 dcp.save({"model": get_model_state_dict(model), "optim": optimizer.state_dict()}, checkpoint_id=folder / "fsdp")
 dcp.save(parts, checkpoint_id=folder / "several-files", storage_writer=dcp.FileSystemWriter(
     folder / "several-files", single_file_per_rank=False))  # fmt: skip
+# As torch's older FSDP has it.
+begin, end = (0, 4) if rank == 0 else (4, 6)
+place = ShardMetadata(shard_offsets=[begin, 0], shard_sizes=[end - begin, 4], placement=f"rank:{rank}/cpu")
+older = init_from_local_shards([ShardOfTensor(whole["rows"][begin:end].clone(), place)], 6, 4)
+dcp.save({"model": {"rows": older}}, checkpoint_id=folder / "older")
 dcp.save({"model": parts}, checkpoint_id=folder / "own-metadata", use_collectives=False)
 shards = {name: tensor for name, tensor in parts.items() if name not in ("empty", "one_row")}
 dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(folder / "hf"), save_distributed=True))

@@ -62,6 +62,12 @@ class S3:
                 self.put(f"{key}/{file.relative_to(folder).as_posix()}", file.read_bytes())
         return f"s3://{key}"
 
+    def remove(self, key: str) -> None:
+        """Remove what lies below a key."""
+        bucket, _, prefix = key.partition("/")
+        for entry in self.client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/").get("Contents", ()):
+            self.client.delete_object(Bucket=bucket, Key=entry["Key"])
+
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3]:
@@ -183,7 +189,7 @@ class Handler(BaseHTTPRequestHandler):
             with web.lock:
                 web.busy -= 1
 
-    do_HEAD = do_GET  # noqa: N815 -- as the base class has it
+    do_HEAD = do_PUT = do_GET  # noqa: N815 -- as the base class has it
 
     def send(self, path: str, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
@@ -193,18 +199,22 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        # Before it is sent, for who gets it may look at once.
+        with self.web.lock:
+            self.web.sent[path] += len(body)
         try:
             self.wfile.write(body)
         except OSError:
             self.close_connection = True
             return
-        with self.web.lock:
-            self.web.sent[path] += len(body)
         if int(headers.get("Content-Length", len(body))) > len(body):
             self.close_connection = True
 
     def part(self, content: bytes) -> Answer:
-        headers = {"ETag": f'"{hashlib.md5(content).hexdigest()}"'} if self.web.tags else {}
+        # The date says nothing here: it is the same for everything.
+        headers = {"Last-Modified": "Mon, 30 Nov 2026 01:58:30 GMT"}
+        if self.web.tags:
+            headers["ETag"] = f'"{hashlib.md5(content).hexdigest()}"'
         if "Range" not in self.headers or not self.web.ranges:
             return 200, headers, content
         if self.headers.get("If-Match", headers.get("ETag")) != headers.get("ETag"):

@@ -129,7 +129,7 @@ def test_raw_values_are_read_from_a_bucket(s3: S3, place: str) -> None:
     s3.put(f"{place}/model.bin", b"".join(tensor.numpy().tobytes() for tensor in TENSORS.values()))
     assert same(open_weights(f"s3://{place}"))
     assert same(open_weights(f"s3://{place}/model.bin"))
-    assert same(open_weights(f"s3://{place}", reader="binary", stored_dtype="float32"))
+    assert same(open_weights(f"s3://{place}", reader="binary", reader_options={"stored_dtype": "float32"}))
 
 
 def test_a_folder_in_the_folder_is_an_option(s3: S3, place: str) -> None:

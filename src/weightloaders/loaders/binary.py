@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from weightloaders.errors import AmbiguousSourceError, OptionsError, SourceError, SourceNotFoundError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
-from weightloaders.weights.file_names import family_of, is_training_state, natural
+from weightloaders.weights.file_names import OTHER_FORMATS, family_of, is_training_state, natural, suffix_of
 from weightloaders.weights.files import head_of, listed
 from weightloaders.weights.zip_directory import ZIP_MAGIC
 
@@ -133,6 +133,9 @@ class BinaryLoader(BaseWeightLoader):
     @classmethod
     def probe_listing(cls, listing: Listing, name: str = "") -> Probe:
         """The same of files wherever they lie."""
+        if family_of(name) == "safetensors" or suffix_of(name) in OTHER_FORMATS:
+            # Looking for a description may be a trip to somewhere far.
+            return Probe.no("a file of another format by its name")
         try:
             files = cls()._files(listing, name)  # noqa: SLF001 -- its own class
         except SourceError as error:

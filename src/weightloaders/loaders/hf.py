@@ -13,7 +13,7 @@ from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate, looks_like_repository
 from weightloaders.loaders.torch import not_of_torch
 from weightloaders.weights.candidates import Wanted
-from weightloaders.weights.file_names import part_number, reader_of
+from weightloaders.weights.file_names import part_number, reader_of, said_beside
 from weightloaders.weights.files import Selection, choose_files, first_file, holds_weights, listed, select_listed
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 
@@ -121,10 +121,11 @@ class HuggingFaceLoader(BaseWeightLoader):
         files = files.within(self.subfolder)
         # Chosen from the repository's listing, so that nothing else is downloaded.
         selection = choose_files(files, self.wanted)
+        needed = [*selection.files, *said_beside(selection.files, files.names)]
         if only_headers_are_wanted():
-            files.look_at(selection.files)
+            files.look_at(needed)
             return selection
-        return replace(selection, listing=FolderListing(files.download(selection.files)))
+        return replace(selection, listing=FolderListing(files.download(needed)))
 
     @classmethod
     def probe(cls, path: str) -> Probe:

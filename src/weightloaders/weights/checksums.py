@@ -22,7 +22,7 @@ from weightloaders.weights.folder import real_path
 from weightloaders.weights.texts import read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from weightloaders.weights.source import ByteSource
 
@@ -193,7 +193,7 @@ class Checksum:
         stop = threading.Event()
         threads = min(len(expected), os.cpu_count() or 1, _MOST_THREADS)
         with ThreadPoolExecutor(max(1, threads), "weightloaders-checksums") as pool:
-            found = {source: pool.submit(checksum.of, source, stop) for source, checksum in expected.items()}
+            found = {source: pool.submit(checksum.of, source, stop.is_set) for source, checksum in expected.items()}
             pending = set(found.values())
             try:
                 while pending:
@@ -207,12 +207,12 @@ class Checksum:
         results = [Mismatch(source, due, found[source].result()) for source, due in expected.items()]
         return [result for result in results if result.found != result.expected.digest]
 
-    def of(self, source: ByteSource, stop: threading.Event | None = None) -> str:
+    def of(self, source: ByteSource, stop: Callable[[], bool] | None = None) -> str:
         """What the bytes of a source come to, by the same algorithm.
 
         Args:
             source: A file.
-            stop: Ends it early; what it returns then is of no use.
+            stop: Asked now and then whether to end early; what is returned then is of no use.
 
         Raises:
             SourceReadError: If they can't be read.
@@ -223,7 +223,7 @@ class Checksum:
             sum_ = hashlib.sha1(b"blob %d\0" % source.size, usedforsecurity=False)
         buffer = memoryview(bytearray(min(_CHUNK, source.size)))
         for at in range(0, source.size, _CHUNK):
-            if stop is not None and stop.is_set():
+            if stop is not None and stop():
                 break
             part = buffer[: min(_CHUNK, source.size - at)]
             source.read_into(part, at)

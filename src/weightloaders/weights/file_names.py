@@ -8,7 +8,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
 Family = Literal["safetensors", "torch"]
 
@@ -41,7 +41,8 @@ _OF_A_RANK = (
 )
 # Loaders of packages of their own, by the suffix of what they read.
 _READERS = {".gguf": "gguf", ".npz": "npz", ".distcp": "dcp", ".tensors": "tensorizer"}
-# Meta's tensor-parallel parts.
+# Meta's tensor-parallel parts, and the sizes of the whole.
+PARAMS_FILE = "params.json"
 _PART = re.compile(r"consolidated\.(\d{1,4})\.(pth|pt)", re.IGNORECASE)
 
 # What trainers (transformers, accelerate, DeepSpeed) write beside a model.
@@ -105,6 +106,11 @@ def part_number(name: str) -> int | None:
     """The number of a tensor-parallel part, 1 for ``consolidated.01.pth``; None where the name is no part's."""
     match = _PART.fullmatch(name)
     return match and int(match[1])
+
+
+def said_beside(files: Iterable[str], names: Container[str]) -> list[str]:
+    """What lies beside chosen files and says how they are read: ``params.json``, of tensor-parallel parts."""
+    return [PARAMS_FILE] if PARAMS_FILE in names and any(part_number(file) is not None for file in files) else []
 
 
 def of_a_rank(name: str) -> str | None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from weightloaders.weights.info import TensorInfo
     from weightloaders.weights.tensor_parallel import Way
 
-PARAMS_FILE = "params.json"
 MAX_PARAMS_BYTES = 1 << 20
 
 _LAYER = re.compile(r"layers\.\d+\.")

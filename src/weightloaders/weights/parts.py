@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import IncompleteCheckpointError, SourceError
-from weightloaders.weights.file_names import part_number
-from weightloaders.weights.meta_llama import MAX_PARAMS_BYTES, PARAMS_FILE, LlamaShapes
+from weightloaders.weights.file_names import PARAMS_FILE, part_number
+from weightloaders.weights.meta_llama import MAX_PARAMS_BYTES, LlamaShapes
 from weightloaders.weights.tensor_parallel import put_together
 from weightloaders.weights.texts import read_small
 

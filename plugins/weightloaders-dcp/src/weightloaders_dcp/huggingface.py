@@ -10,7 +10,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from weightloaders import Weights
+from weightloaders import FolderListing, Weights
 from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
 from weightloaders.weights.safetensors import read_safetensors
 from weightloaders_dcp.metadata import Chunk
@@ -41,6 +41,8 @@ def read_shards(listing: Listing) -> Weights:
             file=listing.where,
             hint="fetch what is missing",
         )
+    if isinstance(listing, FolderListing):
+        listing.check_links(numbers)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-dcp") as pool:
         files = list(pool.map(lambda name: read_safetensors(listing.open(name)), numbers))
     pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Chunk, TensorInfo]]] = {}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightloaders import FolderListing
 from weightloaders.errors import (
     CheckpointFormatError,
     IncompleteCheckpointError,
@@ -110,6 +111,8 @@ def read_metadata(listing: Listing) -> Metadata:
 
 
 def _read(listing: Listing, name: str) -> Metadata:
+    if isinstance(listing, FolderListing):
+        listing.check_links([name])
     source = listing.open(name)
     if source.size > _MAX_BYTES:
         raise CheckpointFormatError(

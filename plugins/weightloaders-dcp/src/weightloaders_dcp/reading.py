@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightloaders import Extent, TensorInfo, Weights
+from weightloaders import Extent, FolderListing, TensorInfo, Weights
 from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
 from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.reading import read_tensor
@@ -18,7 +18,7 @@ from weightloaders_dcp.metadata import read_metadata
 from weightloaders_dcp.names import METADATA
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from weightloaders import Listing
     from weightloaders_dcp.metadata import Chunk, StoredTensor
@@ -101,7 +101,9 @@ def _check_whole(name: str, tensor: StoredTensor, where: str) -> None:
         )
 
 
-def _check_files(listing: Listing, files: Iterable[str]) -> None:
+def _check_files(listing: Listing, files: Collection[str]) -> None:
+    if isinstance(listing, FolderListing):
+        listing.check_links(files)
     problems = listing.problems(list(files))
     if not problems:
         return

@@ -143,6 +143,8 @@ def _tensors(listing: Listing, files: list[str]) -> list[TensorInfo]:
     """The tensors of a rank's files."""
     from weightloaders.weights.safetensors import read_safetensors
 
+    if isinstance(listing, wl.FolderListing):
+        listing.check_links(files)
     infos = [info for file in files for info in read_safetensors(listing.open(file)).infos]
     # `Weights` refuses a name that occurs twice, and says where.
     wl.Weights.describe(infos)

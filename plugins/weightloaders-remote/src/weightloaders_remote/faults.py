@@ -67,7 +67,7 @@ def fault_of(error: BaseException) -> Fault:
         return Fault("absent", f"is not there ({said})" if said else "is not there", status or 404, code)
     if isinstance(error, exceptions.PreconditionError):
         return Fault("changed", "was changed", status, code)
-    if isinstance(error, exceptions.NotSupportedError):
+    if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
         return Fault("no ranges", "can't be read in parts: the server ignores ranges, and would send all of it", status)
     if status == 416:
         return Fault("behind the end", "ends before that", status, code)
@@ -87,6 +87,9 @@ def _without_status(text: str) -> Fault:
         return Fault("refused", "sends other bytes than were asked for")
     if "Content-Range" in text or "content range" in text.lower():
         return Fault("refused", "sends a part without saying which")
+    lacking = re.search(r"(ETag|Last-Modified|Content-Length) Header missing", text, re.IGNORECASE)
+    if lacking:
+        return Fault("refused", f"sends an answer without {lacking[1]}")
     if re.search(r"TimedOut|timed out", text):
         return Fault("transient", "does not answer in time")
     if re.search(r"kind: Connect|ConnectError|dns error", text):

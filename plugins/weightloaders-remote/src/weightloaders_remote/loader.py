@@ -14,7 +14,7 @@ from weightloaders_remote.addresses import SCHEMES, Address, scheme_of
 from weightloaders_remote.stores import Access, Store, bucket_store, server_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from weightloaders_remote.cache import Cache
 
@@ -39,7 +39,13 @@ class RemoteLoader(wl.BaseWeightLoader):
         cache: Download whole files into a local cache, and read them there; True for the usual folder, or a folder.
         cache_size: How much is kept in it; what was not used for longest goes first.
         reader: The loader that reads the files, by name.
-        **reader_options: Options for that loader, such as ``variant`` or ``key``.
+        reader_options: Further options for that loader.
+        file_pattern: A glob for the names of the files to read. This and what follows is the reader's part, as on disk.
+        variant: A precision variant: ``"fp16"`` reads ``model.fp16.safetensors``.
+        ignore_index: Read all files that match, whatever an index says.
+        include_unindexed: Read also the files and tensors that the index omits.
+        key: Dotted path to the state dict within each ``.bin``, where several could be meant.
+        safe_globals: Classes and functions that a ``.bin`` may use because you trust them; also by name.
 
     Raises:
         OptionsError: If options contradict each other, or can't be.
@@ -60,7 +66,13 @@ class RemoteLoader(wl.BaseWeightLoader):
         cache: bool | str | Path = False,
         cache_size: int | str = "200GB",
         reader: str = "auto",
-        **reader_options: Any,
+        reader_options: dict[str, Any] | None = None,
+        file_pattern: str | None = None,
+        variant: str | None = None,
+        ignore_index: bool = False,
+        include_unindexed: bool = False,
+        key: str | None = None,
+        safe_globals: Sequence[Any] = (),
     ) -> None:
         if "remote" in reader.split(":"):
             raise OptionsError("reader: it is the loader of the files themselves; give its name, or nothing")
@@ -69,7 +81,17 @@ class RemoteLoader(wl.BaseWeightLoader):
         self._subfolder = (subfolder or "").strip("/")
         self._cache = None if cache is False else _cache_in(cache, cache_size)
         self._reader = reader
-        self._reader_options = reader_options
+        said = {
+            "file_pattern": file_pattern,
+            "variant": variant,
+            "ignore_index": ignore_index,
+            "include_unindexed": include_unindexed,
+            "key": key,
+            "safe_globals": safe_globals,
+        }
+        # Not every reader has all of these; one that is asked for something that it can't do says so.
+        self._reader_options = {name: value for name, value in said.items() if value not in (None, False, ())}
+        self._reader_options |= reader_options or {}
         self._stores: dict[str, Store] = {}
         self._folders: dict[tuple[str, str], wl.Listing] = {}
 

@@ -13,7 +13,8 @@ from weightloaders.weights.file_names import names_weights
 from weightloaders.weights.index import MAX_INDEX_BYTES
 from weightloaders.weights.remote import Answer, RemoteSource, TransientError, in_parallel, persistently
 from weightloaders.weights.texts import read_small
-from weightloaders_remote.stores import FaultError, guarded
+from weightloaders_remote.faults import fault_of
+from weightloaders_remote.stores import FaultError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from weightloaders_remote.faults import Fault
     from weightloaders_remote.stores import Store
 
-# obstore copies what comes into pieces of at least this size; they go straight on to where the bytes belong.
-_PIECE = 64 << 10
 # Sub-folders that are looked into for a hint.
 _LOOKED_INTO = 8
 # What obstore says where the server told no date.
@@ -71,17 +70,21 @@ class ObjectSource(RemoteSource):
         raise self._explained(fault, start)
 
     def _chunks(self, result: Any) -> Iterator[bytes]:
-        stream = iter(guarded(lambda: result.stream(min_chunk_size=_PIECE)))
+        from obstore.exceptions import BaseError
+
+        # Whatever has come is handed on at once: who trickles is noticed by that.
+        stream = iter(result.stream(min_chunk_size=1))
         while True:
             try:
-                chunk = guarded(lambda: next(stream, None))
-            except FaultError as error:
-                fault = error.fault
+                chunk = next(stream, None)
+            except (BaseError, OSError) as error:
+                fault = fault_of(error)
             else:
                 if chunk is None:
                     return
                 yield chunk
                 continue
+            # Out of the `except`, so that the other, whose text may hold a secret, is not its context.
             raise self._explained(fault, 0)
 
     def _empty(self) -> Answer:

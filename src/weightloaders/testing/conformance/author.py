@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import threading
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
 import torch
@@ -19,7 +21,6 @@ from weightloaders.weights.weights import as_catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from pathlib import Path
 
     import pytest
 
@@ -67,7 +68,7 @@ class Author:
             tensors: The tensors by name. Some may share memory.
 
         Returns:
-            What the loader is asked to read: a path in the folder, or an address.
+            What the loader is asked to read, which may be a path in the folder or an address.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method write_checkpoint(self, folder, tensors)")
 
@@ -212,3 +213,21 @@ def within(seconds: float, function: Callable[[], _T]) -> _T:
         raise value
     result: _T = value
     return result
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files in a folder and below, sorted."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def held_files(folder: Path) -> list[str]:
+    """Files in a folder that this process has open or mapped; on Linux, which tells."""
+    within = str(folder.resolve())
+    held = set()
+    if Path("/proc/self/fd").exists():
+        for link in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                held.add(str(link.readlink()))
+        maps = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        held |= {line.split(None, 5)[5] for line in maps if line.count(" ") >= 5 and "/" in line}
+    return sorted(path for path in held if path.startswith(within))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import pickle
 import random
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from weightloaders.errors import SourceError, WeightLoadersError
-from weightloaders.testing.conformance.author import Author, bits, expect, refusal, within
+from weightloaders.testing.conformance.author import Author, bits, expect, files_in, held_files, refusal, within
 from weightloaders.weights.reading import lacks_memory
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Damage(Author):
     def test_a_missing_source_is_named(self, tmp_path: Path) -> None:
         """A path that leads nowhere is a `SourceError` that names it, and can be sent to another process."""
         source = self.write_checkpoint(tmp_path, self.some_tensors())
-        for path in _files(tmp_path):
+        for path in files_in(tmp_path):
             path.unlink()
         self.files_changed(tmp_path)
         error = self._attempt(source)
@@ -100,6 +101,15 @@ class Damage(Author):
                 attempt()
                 expect(not mark.exists(), f"code in a file was run: {kind} in the place of {path.name}")
 
+    def test_refused_files_are_let_go(self, tmp_path: Path) -> None:
+        """No descriptor and no mapping of a file is left when it was refused."""
+        for path, content, attempt in self._each_file(tmp_path):
+            path.write_bytes(content[: len(content) // 2])
+            attempt()
+        gc.collect()
+        held = held_files(tmp_path)
+        expect(not held, f"these files were refused, and are still open or mapped: {held}")
+
     def _attempt(self, source: str | Path) -> Found | WeightLoadersError:
         """Read everything, within bounds of time and memory; the tensors, or the error of ours."""
         found: Found = {}
@@ -128,7 +138,7 @@ class Damage(Author):
             self.files_changed(folder)
             return self._attempt(source), sound
 
-        for path in _files(folder):
+        for path in files_in(folder):
             content = path.read_bytes()
             yield path, content, attempt
             path.write_bytes(content)
@@ -141,10 +151,6 @@ class Damage(Author):
         # A file that the loader has no use for may be what it likes.
         if not isinstance(found, WeightLoadersError) and not self.may_go_unnoticed(damage, path):
             expect(found == sound, f"{what} in the place of {path.name} went unnoticed: it was read as {list(found)}")
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _lengths(size: int) -> list[int]:
@@ -227,18 +233,16 @@ def _save_archive(file: io.BytesIO, array: object) -> None:
 @contextlib.contextmanager
 def _bounded_memory() -> Iterator[None]:
     """Let an allocation fail that goes far beyond what the files can need; on Linux, which counts all of them."""
-    if sys.platform != "linux":
-        yield
-        return
-    import resource
+    if sys.platform == "linux":
+        import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    bound = in_use + _SPARE_MEMORY
-    if soft != resource.RLIM_INFINITY:
-        bound = min(bound, soft)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, hard))
-    try:
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        bound = in_use + _SPARE_MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (bound if soft == resource.RLIM_INFINITY else min(bound, soft), hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    else:
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 
 import weightloaders as wl
 from weightloaders.errors import SourceClosedError, UnknownTensorError
-from weightloaders.testing.conformance.author import Author, bits, expect, expect_all, expect_names, refusal, skip
+from weightloaders.testing.conformance.author import (
+    Author,
+    bits,
+    expect,
+    expect_all,
+    expect_names,
+    files_in,
+    held_files,
+    refusal,
+    skip,
+)
 from weightloaders.testing.tiny import sample
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.weights import as_catalogue
@@ -161,7 +171,7 @@ class Reading(Author):
         weights.close()
         del weights
         gc.collect()
-        held = _held_files(tmp_path)
+        held = held_files(tmp_path)
         expect(not held, f"after closing, these files are still open or mapped: {held}")
 
 
@@ -193,19 +203,15 @@ def _counting_reads() -> Iterator[Callable[[], int]]:
 
 
 def _find(folder: Path, content: bytes) -> tuple[Path, int] | None:
-    for path in _files(folder):
+    for path in files_in(folder):
         offset = path.read_bytes().find(content)
         if offset >= 0:
             return path, offset
     return None
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in _files(folder)}
+    return {str(path): path.read_bytes() for path in files_in(folder)}
 
 
 def _read_and_read_again(pairs: object, digest: Callable[[torch.Tensor], bytes]) -> None:
@@ -230,15 +236,3 @@ def _is_writable(tensor: torch.Tensor) -> bool:
         if begin <= address < end:
             return "w" in permissions
     return True
-
-
-def _held_files(folder: Path) -> list[str]:
-    within = str(folder.resolve())
-    held = set()
-    if Path("/proc/self/fd").exists():
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                held.add(str(link.readlink()))
-        maps = Path("/proc/self/maps").read_text(errors="replace").splitlines()
-        held |= {line.split(None, 5)[5] for line in maps if line.count(" ") >= 5 and "/" in line}
-    return sorted(path for path in held if path.startswith(within))

@@ -121,6 +121,21 @@ class Values(Author):
         with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
             expect_all(weights, tensors)
 
+    def test_defaults_of_torch_do_not_matter(self, tmp_path: Path) -> None:
+        """Whoever has set another default dtype or device reads the same."""
+        tensors = self.some_tensors()
+        source = self.write_checkpoint(tmp_path, tensors)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with torch.device("meta"), self.open(source) as weights:
+                read = {name: weights[name] for name in weights}
+        finally:
+            torch.set_default_dtype(before)
+        astray = [name for name, tensor in read.items() if tensor.is_meta]
+        expect(not astray, f"these are on the meta device, which was the default: {astray}")
+        expect_all(read, tensors)
+
     def test_tensors_are_plain_and_the_callers_own(self, tmp_path: Path) -> None:
         """What is handed out is a `torch.Tensor` on the CPU, without gradient, as the catalogue says."""
         with self.open(self.write_checkpoint(tmp_path, self.some_tensors())) as weights:

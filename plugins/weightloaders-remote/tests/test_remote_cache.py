@@ -1,0 +1,161 @@
+"""The local cache: whole files, each under what tells its content."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from weightloaders_remote import RemoteLoader
+from weightloaders_remote.cache import usual_folder
+
+from weightloaders import load_into, open_weights
+from weightloaders.errors import SourceReadError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import S3, Web
+
+
+def opened(address: str, **options: Any) -> Any:
+    """Opened by the loader itself: finding it among all that are installed takes long."""
+    return open_weights(address, RemoteLoader, **options)
+
+
+BIG = torch.arange(5_000_000, dtype=torch.float32)
+
+
+def model() -> Any:
+    return torch.nn.ParameterDict({"big": torch.zeros_like(BIG)})
+
+
+def load(address: str, cache: Any, **options: Any) -> torch.Tensor:
+    filled = model()
+    load_into(filled, address, loader=RemoteLoader, loader_kwargs={"cache": cache, **options}, progress=False)
+    return filled["big"].detach()
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def address(web: Web) -> str:
+    web.files["/m/model.safetensors"] = save({"big": BIG})
+    return f"{web.url}/m/model.safetensors"
+
+
+def test_a_second_load_reads_from_this_disk_and_asks_only_whether_it_is_still_the_same(
+    web: Web, address: str, cache: Path
+) -> None:
+    assert torch.equal(load(address, cache), BIG)
+    assert [path.name for path in files_in(cache)] == ["model.safetensors"]
+    assert files_in(cache)[0].read_bytes() == web.files["/m/model.safetensors"]
+    web.forget()
+    assert torch.equal(load(address, cache), BIG)
+    assert web.total == 64 << 10
+
+
+def test_a_bucket_is_cached_as_the_web_is(s3: S3, cache: Path) -> None:
+    s3.put("bucket/cached/model.safetensors", save({"big": BIG}))
+    for _ in range(2):
+        assert torch.equal(load("s3://bucket/cached", cache), BIG)
+    assert len(files_in(cache)) == 1
+
+
+def test_what_has_changed_is_fetched_anew(web: Web, address: str, cache: Path) -> None:
+    load(address, cache)
+    web.files["/m/model.safetensors"] = save({"big": BIG + 1})
+    assert torch.equal(load(address, cache), BIG + 1)
+    assert len(files_in(cache)) == 2
+
+
+def test_looking_at_headers_downloads_nothing_but_uses_what_is_there(web: Web, address: str, cache: Path) -> None:
+    with opened(address, cache=cache) as weights:
+        assert not files_in(cache)
+        assert torch.equal(weights["big"], BIG)
+    load(address, cache)
+    with opened(address, cache=cache) as weights:
+        assert str(cache) in weights.info("big").extents[0].source.name
+
+
+def test_a_download_that_breaks_leaves_nothing_and_the_next_one_succeeds(web: Web, address: str, cache: Path) -> None:
+    web.odd["/m/model.safetensors"] = lambda h: None if h.headers["Range"].startswith("bytes=0-") else (500, {}, b"")
+    with pytest.raises(SourceReadError, match="status 500"):
+        load(address, cache)
+    assert not files_in(cache)
+    web.odd.clear()
+    assert torch.equal(load(address, cache), BIG)
+
+
+def test_what_tells_no_change_is_not_kept(web: Web, address: str, cache: Path) -> None:
+    web.odd["/m/model.safetensors"] = lambda h: (
+        206, {**h.part(web.files["/m/model.safetensors"])[1], "ETag": "", "Last-Modified": ""},
+        h.part(web.files["/m/model.safetensors"])[2],
+    )  # fmt: skip
+    assert torch.equal(load(address, cache), BIG)
+    assert not files_in(cache)
+
+
+def test_two_processes_at_once_download_once(web: Web, address: str, cache: Path) -> None:
+    web.before = lambda _: time.sleep(0.05)
+    script = f"""
+import torch
+from weightloaders import open_weights
+from weightloaders.api import open_to_read
+with open_to_read({address!r}, "weightloaders_remote:RemoteLoader", cache={str(cache)!r}) as weights:
+    assert weights["big"].sum() == {BIG.sum().item()!r}
+"""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    running = [subprocess.Popen([sys.executable, "-W", "error", "-c", script], env=environment) for _ in range(2)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+    assert len(files_in(cache)) == 1
+    assert web.total < len(web.files["/m/model.safetensors"]) + (1 << 18)
+
+
+def test_what_was_not_used_for_longest_makes_room(web: Web, cache: Path) -> None:
+    for name in "abc":
+        web.files[f"/{name}.safetensors"] = save({"big": BIG})
+    size = f"{int(2.5 * BIG.nbytes)}"
+    load(f"{web.url}/a.safetensors", cache, cache_size=int(size))
+    load(f"{web.url}/b.safetensors", cache, cache_size=int(size))
+    first = next(path for path in files_in(cache) if path.name == "a.safetensors")
+    # What was used just now stays, however much there is.
+    load(f"{web.url}/c.safetensors", cache, cache_size=int(size))
+    assert {path.name for path in files_in(cache)} == {"a.safetensors", "b.safetensors", "c.safetensors"}
+    for path in files_in(cache):
+        hours = {"a": 5, "b": 4, "c": 3}[path.name[0]]
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    # Using it is what counts.
+    load(f"{web.url}/a.safetensors", cache, cache_size=int(size))
+    assert first.stat().st_mtime > time.time() - 60
+    web.files["/d.safetensors"] = save({"big": BIG})
+    load(f"{web.url}/d.safetensors", cache, cache_size=int(size))
+    assert {path.name for path in files_in(cache)} == {"a.safetensors", "d.safetensors"}
+
+
+def test_a_cache_that_can_not_be_written_is_named(address: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(SourceReadError, match="can't be kept in the cache") as caught:
+        load(address, tmp_path / "file" / "cache")
+    assert "cache=False" in str(caught.value.hint)
+
+
+def test_the_usual_folder_is_among_the_caches_of_the_user(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert usual_folder() == tmp_path / "cache-home" / "weightloaders" / "remote"
+    monkeypatch.setenv("WEIGHTLOADERS_REMOTE_CACHE", str(tmp_path / "mine"))
+    load(address, True)
+    assert files_in(tmp_path / "mine")
