@@ -196,9 +196,9 @@ def test_parts_for_a_parameters_own_loader_are_told() -> None:
 def test_buffers_of_all_threads_are_in_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(habits, "usable_processors", lambda: 3)
     monkeypatch.setenv("WEIGHTLOADERS_STORAGE", "local")
-    source = CountingSource(bytes(24 * MIB))
-    model = module(w=torch.zeros(12 * MIB))
-    plan = plan_load(model, catalogue(source, ("w", BF16, (12 * MIB,))))
+    source = CountingSource(bytes(48 * MIB))
+    model = module(w=torch.zeros(24 * MIB))
+    plan = plan_load(model, catalogue(source, ("w", BF16, (24 * MIB,))))
     assert plan.forecast.extra_memory == 3 * (BUFFER_BYTES + SCRATCH_BYTES)
     held_against_a_run(plan, model, source)
 

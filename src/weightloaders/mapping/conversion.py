@@ -181,6 +181,8 @@ class Convert:
             targets=tuple(_numbered(target, 0) for target in targets) if self._spread else targets,
             function=_Call(self, shared, targets, config, rule),
             rule=rule,
+            # What spreads over an index has names that are not known yet.
+            alike=id(self) if self.is_layout and not self._spread else None,
         )
 
     def call(self, tensors: Sequence[Any], targets: tuple[str, ...], config: Any, rule: str) -> dict[str, torch.Tensor]:

@@ -30,6 +30,8 @@ class Group:
         lenient: Whether the function may do without some of its sources; an empty list stands for each of these.
         suffices: Tells of a lenient group, from the dtypes of what has come in each slot, whether it may do without the
             rest; a stream then need not be read to its end. Default: it waits for all.
+        alike: Given by groups whose functions do the same to tensors of the same shapes and dtypes; None where that is
+            not known, as of a function of the caller's, which may count its calls.
     """
 
     key: Hashable
@@ -40,6 +42,7 @@ class Group:
     rule: str = ""
     lenient: bool = False
     suffices: Callable[[Mapping[str, Sequence[torch.dtype]]], bool] | None = field(default=None, compare=False)
+    alike: Hashable = field(default=None, compare=False)
 
 
 # Not frozen, which would take most of the time: there is one for each of a hundred thousand names.

@@ -130,7 +130,11 @@ def whole(source: Source, size: int) -> Placement:
 
 def is_empty(placed: Placement) -> bool:
     """Whether it copies nothing."""
-    return any(count == 0 for count, _, _ in placed.dims)
+    # A loop, for it is asked very often.
+    for count, _, _ in placed.dims:  # noqa: SIM110 -- see above
+        if count == 0:
+            return True
+    return False
 
 
 def may_overlap(sizes: Sequence[int], steps: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.mapping.composing import MAX_PLACEMENTS, TooManyPlacements, compose
-from weightloaders.mapping.placement import Constant, Placement, placement, whole
+from weightloaders.mapping.placement import Constant, Placement, is_empty, placement, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,7 +72,15 @@ class Space:
         self.is_cast |= other.is_cast
         if other.filled and reading.is_contiguous and reading.source_start == 0 and reading.numel == other.filled:
             start = reading.target_start
-            found = [layer._replace(target_start=layer.target_start + start) for layer in other.layers]
+            found = [
+                Placement(source, source_start, target_start + start, dims)
+                for source, source_start, target_start, dims in other.layers
+            ]
+        elif other.is_source:
+            # A source is all there, in order.
+            _, source_start, target_start, dims = reading
+            source = other.layers[0].source
+            found = [] if is_empty(reading) else [Placement(source, source_start, target_start, dims)]
         else:
             try:
                 found, _ = compose(other.layers, reading)

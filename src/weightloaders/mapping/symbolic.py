@@ -54,6 +54,14 @@ def tracing() -> Iterator[None]:
         raise Untraceable(refused[0])
 
 
+# Tens of thousands of symbols are made, of a few shapes; what they look at is only ever looked at.
+@functools.lru_cache(maxsize=256)
+def _plain_source(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    # None of it is for whoever looks on as torch code runs.
+    with no_dispatch(), torch.inference_mode(mode=False):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class SymbolicTensor(torch.Tensor):
     """A tensor without values that knows where its elements would come from.
 
@@ -81,9 +89,7 @@ class SymbolicTensor(torch.Tensor):
     @classmethod
     def of(cls, source: int, shape: Sequence[int], dtype: torch.dtype) -> SymbolicTensor:
         """The symbol for a whole source tensor."""
-        # Tens of thousands are made, and none of it is for whoever looks on as torch code runs.
-        with no_dispatch():
-            plain = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        plain = _plain_source(tuple(shape), dtype)
         return cls(plain, Space([whole(source, plain.numel())], is_source=True))
 
     @property

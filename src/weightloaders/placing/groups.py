@@ -15,7 +15,7 @@ from weightloaders.mapping.symbolic import SymbolicTensor, tracing
 from weightloaders.plan import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from weightloaders.mapping.names import Group
     from weightloaders.mapping.placement import Placement
@@ -141,13 +141,26 @@ class Outcome(NamedTuple):
     computed: str = ""
     overwritten: tuple[str, ...] = ()
 
+    def renamed(self, names: Sequence[str]) -> Outcome:
+        """The same for other targets, in the order of these."""
+        new = dict(zip(self.results, names, strict=True))
+        return Outcome(
+            {new[name]: result for name, result in self.results.items()},
+            {new[name]: placements for name, placements in self.placements.items()},
+            self.computed,
+            tuple([new[name] for name in self.overwritten]),
+        )
 
-def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
+
+def outcome_of(
+    state: GroupState, targets: Mapping[str, Target], traces: dict[Hashable, Outcome] | None = None
+) -> Outcome:
     """What a group's function makes of what has been found.
 
     Args:
         state: The group.
         targets: What the model wants filled.
+        traces: What was found of groups before, for those that are alike: the layers of a model mostly are.
 
     Raises:
         Incomplete: If parts are missing, or there are too many.
@@ -157,7 +170,7 @@ def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     if problem is not None:
         raise Incomplete(problem, _SURPLUS if state.has_surplus else ABSENT)
     try:
-        outcome = _run_without_values(state, targets)
+        outcome = _run_without_values(state, targets, {} if traces is None else traces)
     except RuleError as error:
         if absence is not None:
             raise Incomplete(f"{absence}; and without it, {error.message}") from error
@@ -168,10 +181,16 @@ def outcome_of(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
     return outcome
 
 
-def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Outcome:
+def _run_without_values(state: GroupState, targets: Mapping[str, Target], traces: dict[Hashable, Outcome]) -> Outcome:
     """Run the function on symbols, and where that can't be, on tensors without values."""
+    key = _likeness(state, targets)
+    if key in traces:
+        return traces[key].renamed(state.group.targets)
     try:
-        return _traced(state, targets)
+        outcome = _traced(state, targets)
+        if key is not None:
+            traces[key] = outcome
+        return outcome
     except WeightLoadersError:
         raise
     except Exception as error:  # noqa: BLE001 -- whatever foreign code does with a symbol, real tensors decide
@@ -197,6 +216,20 @@ def _run_without_values(state: GroupState, targets: Mapping[str, Target]) -> Out
             f"{state.group.rule} can't be applied to tensors of shapes {listed(shapes)}: {error}",
             hint="check what the function does with such tensors, and the rule's sizes against the model's config",
         ) from error
+
+
+def _likeness(state: GroupState, targets: Mapping[str, Target]) -> Hashable:
+    """What is the same of groups of which the same becomes, but for the names; None where that can't be told."""
+    if state.group.alike is None:
+        return None
+    sources = tuple([
+        tuple([(info.shape, info.dtype) for info in argument])
+        if isinstance(argument, tuple)
+        else (argument.shape, argument.dtype)
+        for argument in state.arguments()
+    ])  # fmt: skip
+    wanted = tuple([targets[name].dtype if name in targets else None for name in state.group.targets])
+    return state.group.alike, sources, wanted
 
 
 def _keeps_tensors(state: GroupState) -> RuleError:

@@ -16,7 +16,7 @@ from weightloaders.plan import CallStep, ComputeStep, CopyStep, Finding, LoadPla
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     import torch
 
@@ -68,6 +68,7 @@ class Placing:
         self.parts: dict[str, tuple[str, ...]] = {}
         self.futile: dict[str, str] = {}
         self._partners = targets.declared_partners()
+        self._traces: dict[Hashable, Outcome] = {}
 
     def place(self, name: str, info: TensorInfo, rules: tuple[str, ...]) -> None:
         """A tensor that is to fill the target of this name as it is."""
@@ -221,7 +222,7 @@ class Placing:
             return
         about = tuple(dict.fromkeys((*known, *(info.name for info in members))))
         try:
-            outcome = outcome_of(state, self.targets.by_name)
+            outcome = outcome_of(state, self.targets.by_name, self._traces)
         except Incomplete as problem:
             if all(self.targets.canonical[name] in self.filled for name in known):
                 # What these are parts of is there as a whole.

@@ -116,6 +116,8 @@ def makes_up_its_target(step: CopyStep) -> bool:
     if size and step.placements == _as_it_is(size):
         # What most steps are: the first elements of one source, in order.
         return bool(step.sources) and step.sources[0].numel >= size
+    if _is_row_of_runs(step, size):
+        return True
     # By far the cheapest to tell, and true of all that is right.
     if sum(placed.numel for placed in step.placements) != size:
         return False
@@ -127,6 +129,21 @@ def makes_up_its_target(step: CopyStep) -> bool:
     except TooManyPlacements:
         # Nothing that is traced in bounded time leaves so many gaps on the way.
         return False
+
+
+def _is_row_of_runs(step: CopyStep, size: int) -> bool:
+    """Whether the copies are runs of their sources, side by side in the target: what stacking and joining comes to."""
+    at = 0
+    for source, source_start, target_start, dims in step.placements:
+        if target_start != at or (dims and (len(dims) > 1 or dims[0][1:] != (1, 1))):
+            return False
+        count = dims[0][0] if dims else 1
+        if not isinstance(source, int) or not 0 <= source < len(step.sources):
+            return False
+        if source_start < 0 or source_start + count > step.sources[source].numel:
+            return False
+        at += count
+    return at == size
 
 
 def _lies_inside(placed: Placement, sources: Sequence[TensorInfo], size: int) -> bool:

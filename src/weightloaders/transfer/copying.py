@@ -60,7 +60,8 @@ def copy_values(destination: torch.Tensor, source: torch.Tensor, scratch: torch.
         # Bits are the same in any dtype, and torch doesn't copy every dtype.
         bits = BITS.get(source.element_size(), source.dtype)
         destination, source = destination.view(bits), source.view(bits)
-    if source.nbytes <= SMALL_BYTES or _in_step(destination, source):
+    alike = destination.is_contiguous() and source.is_contiguous()
+    if alike or source.nbytes <= SMALL_BYTES or _in_step(destination, source):
         return _cast(destination, source, scratch)
     if may_overflow(source.dtype, destination.dtype) or _collides(destination, source):
         return _by_way_of_scratch(destination, source, scratch)
@@ -170,6 +171,9 @@ def _cast(destination: torch.Tensor, source: torch.Tensor, scratch: torch.Tensor
         destination.copy_(source)
         return False
     by_way = (source.dtype, destination.dtype) in _BY_WAY_OF_FLOAT32 and scratch.numel() >= _LINE_BYTES
+    if not by_way and source.numel() <= _CAST_AT_ONCE:
+        destination.copy_(source)
+        return made_infinities(destination, source)
     single = scratch[: scratch.numel() // 4 * 4].view(torch.float32) if by_way else scratch
     order = _order(destination)
     infinite = False

@@ -26,7 +26,9 @@ class Piece(NamedTuple):
         offset: The first byte.
         nbytes: How many.
         target: What is filled with them.
-        start: The byte of the target's memory that the first one goes to, where they go there as they are.
+        start: The byte of the target's memory that the first one goes to, where they go there as they are. Where they
+            are cast on the way, that which it would be in a target of their own dtype.
+        stored: Their dtype, where they are cast on the way and nothing else: one element after the other.
         place: Else what is done with them, given as they lie in a buffer that is reused.
         itemsize: Bytes an element.
         held: Memory that placing them takes, in bytes; beside the buffer.
@@ -38,6 +40,7 @@ class Piece(NamedTuple):
     nbytes: int
     target: Target
     start: int = 0
+    stored: torch.dtype | None = None
     place: Callable[[torch.Tensor], object] | None = None
     itemsize: int = 1
     held: int = 0

@@ -191,25 +191,29 @@ def _block_job(
 
 
 def _as_it_is(step: CopyStep, space: Workspace) -> list[Piece] | None:
-    """The only piece of nearly every step: one run of a file, that lies there as it is to lie in the host's memory.
+    """The pieces of nearly every step: each a run of a file, that lies there as it is to lie in the host's memory.
 
-    What `_into_rows` comes to there, told with a few questions: there may be a hundred thousand such steps.
+    What `_into_rows` comes to there, told with a few questions: there may be a hundred thousand such pieces.
     """
     target = step.target
     tensor = target.tensor
-    if len(step.placements) != 1 or not tensor.is_cpu or not has_bytes(tensor):
+    if not tensor.is_cpu or not tensor.numel() or not has_bytes(tensor):
         return None
-    (placed,) = step.placements
-    if placed.source != 0 or not placed.is_contiguous or not tensor.numel():
-        return None
-    info = step.sources[0]
-    extent = single_run(info)
-    if extent is None or not (extent.stored_dtype is info.dtype is tensor.dtype and extent.is_native):
-        return None
-    size = tensor.element_size()
-    offset = extent.offset + placed.source_start * size
-    where = space.accelerator_of(target)
-    return [Piece(space.reader(extent.source), offset, tensor.numel() * size, target, where=where)]
+    dtype, size, where = tensor.dtype, tensor.element_size(), space.accelerator_of(target)
+    pieces = []
+    for source, source_start, target_start, dims in step.placements:
+        if not isinstance(source, int) or not (not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))):
+            return None
+        extent = single_run(step.sources[source])
+        if extent is None or not (extent.stored_dtype is step.sources[source].dtype is dtype and extent.is_native):
+            return None
+        offset, count = extent.offset + source_start * size, dims[0][0] if dims else 1
+        pieces.append(
+            Piece(space.reader(extent.source), offset, count * size, target, target_start * size, where=where)
+        )
+    # Of one source there may be many small ones, for which `_into_rows` knows better.
+    alone = len(pieces) == 1 or len({placed.source for placed in step.placements}) == len(pieces)
+    return pieces if alone else None
 
 
 def _into_rows(step: CopyStep, target: Target, space: Workspace) -> Iterator[Piece | Job]:
@@ -327,6 +331,11 @@ def _through_buffer(
     size, reader, where = extent.stored_dtype.itemsize, space.reader(extent.source), space.accelerator_of(target)
     if where is not None and not space.staging.can_cast(where, extent.stored_dtype, info.dtype, _dtype(target)):
         where = None
+    if where is None and extent.is_native and extent.stored_dtype is info.dtype and all(p.is_contiguous for p in parts):
+        for placed in parts:
+            offset, nbytes = extent.offset + placed.source_start * size, placed.numel * size
+            yield Piece(reader, offset, nbytes, target, placed.target_start * size, extent.stored_dtype, itemsize=size)
+        return
     for start, end, inside in _spans(parts, space.buffer_bytes // size, _MAX_GAP // size):
         place: Callable[[torch.Tensor], object] = functools.partial(
             _place_span, info, extent, start, inside, target, space
@@ -339,7 +348,7 @@ def _through_buffer(
             # What is read backwards is turned around first.
             held += (end - start) * info.dtype.itemsize
         offset, nbytes = extent.offset + start * size, (end - start) * size
-        yield Piece(reader, offset, nbytes, target, 0, place, size, held, where)
+        yield Piece(reader, offset, nbytes, target, 0, None, place, size, held, where)
 
 
 def _spans(parts: Sequence[Placement], limit: int, gap: int) -> Iterator[tuple[int, int, list[Placement]]]:

@@ -6,6 +6,7 @@ storage (resizing, sharing, saving, freeing) works as it does for any other. `me
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,12 @@ from weightloaders.transfer.devices import enough_memory_on
 from weightloaders.transfer.memory import wraps_others
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch import nn
+
+_SWAP_IMPL: Callable[[torch.Tensor, torch.Tensor], object] | None = getattr(torch._C, "_swap_tensor_impl", None)  # noqa: SLF001 -- what `torch.utils.swap_tensors` calls; where it is not, that is called
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def allocate(
@@ -158,6 +162,15 @@ def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
     if type(old) is not type(new):
         return False
     hooks, after_hooks = old._backward_hooks, old._post_accumulate_grad_hooks  # noqa: SLF001 -- torch's own `swap` loses them
+    if (
+        _SWAP_IMPL is not None
+        and type(old) in _PLAIN
+        and not (hooks or after_hooks or weakref.getweakrefs(old))
+        and old._use_count() == 1  # type: ignore[attr-defined]  # noqa: SLF001 -- as torch's own `swap` asks
+    ):
+        # What that comes to for these, in a third of its time; attributes stay where they are.
+        _SWAP_IMPL(old, new)
+        return True
     try:
         torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except RuntimeError:

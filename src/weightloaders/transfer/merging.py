@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,19 +28,25 @@ def merged(pieces: Iterable[Piece], chunk: int, space: Workspace) -> Iterator[Jo
 
     Args:
         pieces: In any order. Those that are placed from a buffer fit into it.
-        chunk: Most bytes to read straight in one job: between two jobs a load can be stopped.
+        chunk: Most bytes to read in one job, if they need not be in a buffer all at a time: between two jobs a load can
+            be stopped.
         space: Has the buffers.
     """
     straight: list[Piece] = []
+    cast: list[Piece] = []
     through_buffer: list[Piece] = []
     staged: list[Piece] = []
     for piece in pieces:
         if piece.where is not None:
             staged.append(piece)
+        elif piece.place is not None:
+            through_buffer.append(piece)
         else:
-            (straight if piece.place is None else through_buffer).append(piece)
+            (straight if piece.stored is None else cast).append(piece)
     for batch in _batches(straight, chunk):
         yield _straight_job(batch)
+    for batch in _batches(cast, chunk):
+        yield _cast_job(batch, space)
     for batch in _batches(through_buffer, space.buffer_bytes):
         yield _placed_job(batch, space, staged=False)
     for batch in _batches(staged, space.buffer_bytes):
@@ -69,6 +76,7 @@ def _batches(pieces: list[Piece], most: int) -> Iterator[list[Piece]]:
             room = start + most - piece.offset
             if not to_cut or piece.nbytes <= room:
                 break
+            room -= room % piece.itemsize
             if room > 0:
                 batch.append(piece._replace(nbytes=room))
                 piece = piece._replace(offset=piece.offset + room, nbytes=piece.nbytes - room, start=piece.start + room)
@@ -138,6 +146,53 @@ def _memory(piece: Piece) -> tuple[int, torch.UntypedStorage]:
             f"{piece.target.name} has less memory now, or another, than when the load began", tensor=piece.target.name
         )
     return first, storage
+
+
+def _cast_job(batch: list[Piece], space: Workspace) -> Job:
+    """A job that reads a buffer full at a time, and casts what it has read into place."""
+    first, last = batch[0], batch[-1]
+    nbytes = last.offset + last.nbytes - first.offset
+    buffer = min(nbytes, space.buffer_bytes)
+    return Job(
+        first.source.name,
+        first.offset,
+        _wanted(batch),
+        tuple([piece.target for piece in batch]),
+        functools.partial(_read_and_cast, batch, nbytes, buffer, space),
+        "buffered",
+        reads=-(-nbytes // buffer),
+        buffer=buffer,
+        starts=tuple([piece.offset for piece in batch]),
+    )
+
+
+def _read_and_cast(batch: Sequence[Piece], nbytes: int, at_once: int, space: Workspace) -> None:
+    buffer = space.buffer(at_once)
+    memory = memory_of(buffer)
+    source, first = batch[0].source, batch[0].offset
+    waiting = deque(batch)
+    for low in range(first, first + nbytes, at_once):
+        space.check_stop()
+        high = min(low + at_once, first + nbytes)
+        source.read_into(memory[: high - low], low)
+        while waiting and waiting[0].offset < high:
+            piece = waiting[0]
+            end = piece.offset + piece.nbytes
+            begin, stop = max(piece.offset, low), min(end, high)
+            _cast_part(piece, begin, buffer[begin - low : stop - low], space)
+            if end > high:
+                break
+            waiting.popleft()
+
+
+def _cast_part(piece: Piece, begin: int, stored: torch.Tensor, space: Workspace) -> None:
+    """Cast a part of a piece, from this byte of the source on, into its place."""
+    if piece.stored is None:
+        return
+    values = stored.view(piece.stored)
+    tensor, at = piece.target.tensor, (piece.start + begin - piece.offset) // piece.itemsize
+    with writing(tensor):
+        space.store(values, tensor.detach().view(-1)[at : at + values.numel()], piece.target.name)
 
 
 def _placed_job(batch: list[Piece], space: Workspace, *, staged: bool) -> Job:
