@@ -896,6 +896,13 @@ def test_doctor_shows_no_heading_with_nothing_below_it():
     assert "environment\n  HF_HUB_OFFLINE" in run("doctor", env={**nothing, "HF_HUB_OFFLINE": "1"}).stdout
 
 
+def test_doctor_tells_that_a_kind_of_storage_is_none():
+    result = run("doctor", env={"WEIGHTLOADERS_STORAGE": "netwrok"}, status=1)
+    assert re.search(
+        r"WEIGHTLOADERS_STORAGE +netwrok \(which is no kind of storage; set it to .*network.*PROBLEM", result.stdout
+    )
+
+
 def test_doctor_never_shows_a_token():
     output = run("doctor", env={"HF_TOKEN": "hf_secret", "HF_HUB_OFFLINE": "1"}).stdout
     assert "hf_secret" not in output

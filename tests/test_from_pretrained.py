@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from weightloaders import LLM, BaseWeightLoader, from_pretrained, load_into, load_status, open_weights, save_weights
 from weightloaders.errors import ConfigError, LoadError, ModelError, PlanError, SaveError
+from weightloaders.skeleton import ARGUMENTS, HUB_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -418,3 +420,20 @@ def test_what_is_no_size_is_refused_before_anything_is_written(tmp_path: Path, s
 def test_only_a_path_or_a_name_can_be_opened(source: Any) -> None:
     with pytest.raises(ConfigError, match="a source is a str or a Path"):
         open_weights(source)
+
+
+def test_a_misspelt_argument_is_named_with_what_was_meant(folders: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        ModelError, match=r"LlamaForCausalLM takes no argument 'on_mising'; did you mean 'on_missing'"
+    ) as e:
+        from_pretrained(folders("llama"), on_mising="warn")
+    assert "correct its name" in str(e.value)
+    with pytest.raises(ConfigError, match=r"device_map='atuo' can't be used: .*; did you mean 'auto'\?"):
+        from_pretrained(folders("llama"), device_map="atuo")
+
+
+def test_all_arguments_are_known_that_may_be_misspelt() -> None:
+    given = {*inspect.signature(from_pretrained).parameters, *inspect.signature(LLM).parameters}
+    own = given - {"source", "model", "model_kwargs"}
+    assert own <= set(ARGUMENTS)
+    assert set(ARGUMENTS) - own == {*HUB_OPTIONS, "quantization_config"} - own

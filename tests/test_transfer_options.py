@@ -193,3 +193,17 @@ def test_the_command_line_maps_a_real_model_and_lets_it_write(smollm2_folder):
     assert " mapped" in mapped.stderr
     assert " mapped" not in direct.stderr
     assert mapped.stdout == direct.stdout
+
+
+@pytest.mark.parametrize("mode", ["direct", "o_direct", "stream"])
+def test_the_report_says_how_it_was_done(tmp_path, mode):
+    save_file({"weight": torch.randn(3, 4)}, tmp_path / "model.safetensors")
+    options = {"mode": mode, "threads": 3, "storage": "network"}
+    report = load_into(nn.Linear(4, 3, bias=False), tmp_path, transfer=options)
+    assert report.transfer == {**options, "why": "as asked for"}
+    assert f"transfer      {mode}, 3 threads, network storage (as asked for)\n" in str(report)
+
+
+def test_a_misspelt_mode_is_told_with_what_was_meant():
+    with pytest.raises(ConfigError, match=r"'mmpa': should be .*; did you mean 'mmap'\?"):
+        load_into(nn.Linear(1, 1), {}, transfer="mmpa")

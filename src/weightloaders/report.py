@@ -51,6 +51,8 @@ class LoadReport:
             ``computed`` and ``handed over`` (to a parameter's own ``weight_loader``); ``streamed`` in that mode.
             What is ``mapped`` was not read. Empty where no plan was carried out (a stream, code of others).
         reads: In how many positioned reads.
+        transfer: How they were moved: the ``mode``, how many ``threads`` read at most, the kind of ``storage`` and how
+            that is known (``why``). Empty where no plan was carried out.
         seconds: From the first step to the last, in seconds.
         phases: What they went into, in seconds: ``open`` (the catalogue), ``plan``, ``prepare`` (memory and first
             values), ``transfer``, ``verify``.
@@ -79,6 +81,7 @@ class LoadReport:
     bytes_read: int = 0
     bytes_by_path: dict[str, int] = field(default_factory=dict)
     reads: int = 0
+    transfer: dict[str, str | int] = field(default_factory=dict)
     seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     page_faults: tuple[int, int] = (0, 0)
@@ -100,6 +103,7 @@ class LoadReport:
         rows: list[tuple[str, str]] = [
             ("tensors", f"{len(self.loaded):,} loaded" + (f" by {self.loader}" if self.loader else "")),
             ("bytes", f"{self.bytes_read:,} ({bytes_text(self.bytes_read)})" + _ways(self.bytes_by_path, self.reads)),
+            *([("transfer", _transfer(self.transfer))] if self.transfer and self.reads else []),
             (
                 "seconds",
                 f"{self.seconds:.3f}"
@@ -127,6 +131,11 @@ class LoadReport:
 def _ways(bytes_by_path: Mapping[str, int], reads: int) -> str:
     ways = ", ".join(f"{bytes_text(nbytes)} {path}" for path, nbytes in bytes_by_path.items())
     return f": {ways}; {reads:,} read{'' if reads == 1 else 's'}" if ways else ""
+
+
+def _transfer(how: Mapping[str, str | int]) -> str:
+    threads = f"{how['threads']} thread{'' if how['threads'] == 1 else 's'}"
+    return f"{how['mode']}, {threads}, {how['storage']} storage ({how['why']})"
 
 
 def _phases(phases: Mapping[str, float]) -> str:

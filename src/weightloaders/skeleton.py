@@ -43,6 +43,13 @@ _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a
 _OF_META = "it is in Meta's layout: name the loader 'meta' (pip install weightloaders-meta), which makes a config of it"
 # Options of the hub, and of the web, that find a config as well as weights.
 HUB_OPTIONS = ("revision", "cache_dir", "token", "subfolder", "local_files_only", "headers")
+# What `from_pretrained` and `LLM` take by name; what they don't goes to the model, which then is asked for odd things.
+ARGUMENTS = (
+    *HUB_OPTIONS, "auto_class", "automatic", "config", "device", "device_map", "dtype", "engine", "loader",
+    "loader_kwargs", "max_model_len", "max_num_seqs", "on_mismatch", "on_missing", "on_unexpected", "progress",
+    "quantization_config", "rules", "sampling_params", "tokenizer", "transfer", "trust_remote_code", "verify",
+    "weight_loader", "weight_loader_kwargs", "weights",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -338,10 +345,24 @@ def _on_meta(
 def _constructed(build: Callable[[], Any], model_class: Any) -> Any:
     try:
         return build()
-    except (TypeError, ValueError, ImportError, AttributeError, KeyError) as error:
+    except TypeError as error:
+        odd = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if odd is None:
+            raise _not_built(model_class, error) from error
+        # Whatever nobody else knows is handed on to the model: so a slip of the pen ends here.
         raise ModelError(
-            f"{model_class.__name__} can't be built from this config: {type(error).__name__}: {_first_line(error)}"
+            f"{model_class.__name__} takes no argument {odd[1]!r}{did_you_mean(odd[1], ARGUMENTS)}",
+            hint="arguments that loading and the config don't know go to the model's constructor; leave it out, or "
+            "correct its name",
         ) from error
+    except (ValueError, ImportError, AttributeError, KeyError) as error:
+        raise _not_built(model_class, error) from error
+
+
+def _not_built(model_class: Any, error: Exception) -> ModelError:
+    return ModelError(
+        f"{model_class.__name__} can't be built from this config: {type(error).__name__}: {_first_line(error)}"
+    )
 
 
 def _kept_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -70,14 +70,22 @@ def complaint(found: Iterable[Any]) -> str:
 def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseModel]) -> list[str]:
     """One sentence for each place that pydantic complains about."""
     by_place: dict[str, list[Any]] = {}
-    for item in error.errors(include_url=False, include_context=False):
+    for item in error.errors(include_url=False):
         by_place.setdefault(_place(item["loc"], values), []).append(item)
     return [
         unknown(place, kind.model_fields)
         if found[0]["type"] == "extra_forbidden"
-        else ": ".join(filter(None, (place, complaint(found))))
+        else ": ".join(filter(None, (place, complaint(found)))) + _nearest(found)
         for place, found in by_place.items()
     ]
+
+
+def _nearest(found: Iterable[Any]) -> str:
+    """Where one of a few words is expected, the one that was probably meant."""
+    for item in found:
+        if item["type"] == "literal_error" and isinstance(item["input"], str):
+            return did_you_mean(item["input"], re.findall(r"'([^']*)'", item["ctx"]["expected"]))
+    return ""
 
 
 def _place(loc: tuple[int | str, ...], values: Any) -> str:

@@ -14,8 +14,9 @@ import typer
 
 from weightloaders import __version__
 from weightloaders.cli.common import counted, say, say_table
+from weightloaders.errors import ConfigError
 from weightloaders.report import bytes_text
-from weightloaders.weights.habits import usable_processors
+from weightloaders.weights.habits import asked_for, usable_processors
 from weightloaders.weights.storage import storage_of
 
 if TYPE_CHECKING:
@@ -155,4 +156,15 @@ def _environment() -> Iterator[Finding]:
     for variable in _VARIABLES:
         value = os.environ.get(variable)
         if value is not None:
-            yield variable, "is set" if variable in _SECRET else value, False
+            problem = _problem_of(variable)
+            yield variable, ("is set" if variable in _SECRET else value) + problem, bool(problem)
+
+
+def _problem_of(variable: str) -> str:
+    if variable != "WEIGHTLOADERS_STORAGE":
+        return ""
+    try:
+        asked_for()
+    except ConfigError as error:
+        return f" ({error.message.partition(', ')[2]}; {error.hint})"
+    return ""

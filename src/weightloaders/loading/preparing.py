@@ -196,6 +196,7 @@ def report_of(
         bytes_read=moved.bytes_read,
         bytes_by_path=dict(sorted(moved.bytes_by_path.items())),
         reads=moved.reads,
+        transfer=moved.how,
         seconds=seconds,
         phases=dict(context.phases),
         page_faults=moved.page_faults,

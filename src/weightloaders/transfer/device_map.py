@@ -60,7 +60,7 @@ class DeviceMap:
         if said == "device_map" and isinstance(value, str) and value in STRATEGIES:
             return cls({}, said, value)
         if not isinstance(value, Mapping):
-            return cls({"": usable_device(value)}, said)
+            return cls({"": _device(value, said)}, said)
         odd = [name for name in value if not isinstance(name, str)]
         if odd or not value:
             raise ConfigError(f"{said}={brief(value)}: a dict of module names is expected", hint=f"{said} is {_FORM}")
@@ -138,6 +138,14 @@ class DeviceMap:
 
 
 CPU = DeviceMap({"": torch.device("cpu")})
+
+
+def _device(value: Any, said: str) -> torch.device:
+    try:
+        return usable_device(value, said)
+    except ConfigError as error:
+        strategy = did_you_mean(str(value), STRATEGIES) if said == "device_map" else ""
+        raise ConfigError(f"{error.message}{strategy}", hint=error.hint) from error
 
 
 def _device_of_entry(name: str, device: Any, said: str) -> torch.device:

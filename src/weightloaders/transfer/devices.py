@@ -183,12 +183,13 @@ class _Immediate:
 # ------------------------------------------------------------------ what this machine has
 
 
-def usable_device(device: torch.device | str | int) -> torch.device:
+def usable_device(device: torch.device | str | int, said: str = "device") -> torch.device:
     """A device by its name or number, if this machine has it.
 
     Args:
         device: As torch takes it. Without an index it is the process's current device, and is named by its index then:
             other threads may have another current device.
+        said: What the argument is called.
 
     Raises:
         ConfigError: If there is no such device.
@@ -200,8 +201,10 @@ def usable_device(device: torch.device | str | int) -> torch.device:
         # It initialises no other device than this. Where torch or the machine lacks it, each kind fails in its own way.
         return torch.empty(0, device=where).device
     except Exception as error:
+        # A torch that was built without a kind of device says so by an assertion.
+        reason = summary(error).splitlines()[0].partition(". ")[0]
         raise ConfigError(
-            f"device={str(device)!r} can't be used: {summary(error).splitlines()[0].partition('. ')[0]}",
+            f"{said}={str(device)!r} can't be used: {reason.removeprefix('AssertionError: ')}",
             hint=f"this machine has {', '.join(_devices_here())}",
         ) from error
 

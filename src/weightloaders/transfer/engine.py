@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from weightloaders.transfer.devices import Device
     from weightloaders.transfer.job import Job
+    from weightloaders.weights.habits import Habits
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,8 @@ class Transferred:
         written: Names of the parameters that were written to.
         warnings: Sentences for the report: what is probably not as it should be.
         notes: And how it was done, where it could have been done otherwise.
+        how: In which mode, by how many threads (``threads``), from which kind of ``storage``, and how that is known
+            (``why``).
     """
 
     bytes_read: int = 0
@@ -98,6 +101,12 @@ class Transferred:
     written: set[str] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    how: dict[str, str | int] = field(default_factory=dict)
+
+
+def how(options: TransferOptions, habits: Habits) -> dict[str, str | int]:
+    """See `Transferred.how`."""
+    return {"mode": options.mode, "threads": habits.threads, "storage": habits.kind, "why": habits.why}
 
 
 _DEFAULT = TransferOptions()
@@ -127,7 +136,8 @@ class Transfer:
         self._progress = progress
         self._options = options or _DEFAULT
         self._sources = sources_of(steps)
-        self._threads = habits_for(self._sources, self._options).threads
+        habits = habits_for(self._sources, self._options)
+        self._threads = habits.threads
         direct, room = direct_reads(self._options, self._threads)
         tensors = [target.tensor for step in steps for target in step_targets(step)]
         host = torch.device("cpu")
@@ -143,7 +153,7 @@ class Transfer:
         self._lock = threading.Lock()
         # In how many jobs a target was begun.
         self._begun: Counter[str] = Counter()
-        self._result = Transferred()
+        self._result = Transferred(how=how(self._options, habits))
 
     def run(self) -> Transferred:
         """Do all of it.

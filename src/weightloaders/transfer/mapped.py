@@ -92,7 +92,8 @@ def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> M
         result._sources.append(source)  # noqa: SLF001 -- one module
         for step, _, offset in places:
             _add(result, step.target, view_of(memory, offset, step.target.dtype, step.target.shape))
-    result.note = f"{len(result.names)} parameters are mapped"
+    count = len(result.names)
+    result.note = f"{count} parameter is mapped" if count == 1 else f"{count} parameters are mapped"
     if reasons:
         result.note += "; read: " + ", ".join(f"{count} ({why})" for why, count in reasons.items())
     return result

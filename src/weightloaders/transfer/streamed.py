@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from weightloaders.errors import LoadError, WeightLoadersError
 from weightloaders.plan import CallStep, CopyStep, Step, step_infos
-from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, tell
+from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, how, tell
 from weightloaders.transfer.foreign import place_of
 from weightloaders.transfer.read_ahead import ReadAhead
-from weightloaders.transfer.sources import check_unchanged, sources_of
+from weightloaders.transfer.sources import check_unchanged, habits_for, sources_of
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.supplied import Supplied
@@ -54,7 +54,7 @@ class StreamedTransfer:
         self._options, self._progress, self._handed = options, progress, handed
         self._stream, self._borrowed = stream, borrowed
         self._sources = sources_of(steps)
-        self._result = Transferred()
+        self._result = Transferred(how={**how(options, habits_for(self._sources, options)), "mode": "stream"})
         infos: dict[int, TensorInfo] = {}
         # By the identity of what is known of a tensor: the steps that take it, and of these how many are not done yet.
         self._takers: dict[int, list[Step]] = defaultdict(list)
