@@ -93,7 +93,7 @@ def ways(folder: Path, model: torch.nn.Module) -> dict[str, Callable[[], object]
     from weightloaders import load_into
 
     return {
-        WAYS[0]: lambda: load_into(model, folder, loader="dcp", progress=False),
+        WAYS[0]: lambda: load_into(model, folder, loader="weightloaders_dcp:DcpLoader", progress=False),
         WAYS[1]: lambda: dcp.load(model.state_dict(), checkpoint_id=folder, no_dist=True),
     }
 
@@ -121,9 +121,7 @@ def compare(what: str, shapes: dict[str, tuple[int, int]], ranks: int, rounds: i
                 sums[way] = [parameter.detach().clone() for parameter in model.parameters()]
     same = all(map(torch.equal, *sums.values()))
     nbytes = sum(2 * rows * columns for rows, columns in shapes.values())
-    print(
-        f"{what}: {len(shapes)} tensors, {nbytes / 1e6:.0f} MB, {ranks} ranks; values are {'' if same else 'NOT '}equal"
-    )
+    print(f"{what}: {len(shapes)} tensors, {nbytes / 1e6:.0f} MB, {ranks} ranks; equal values: {same}")
     for way, taken in seconds.items():
         print(f"  {way:<30} {statistics.median(taken):7.3f} s  ({min(taken):.3f} to {max(taken):.3f})")
     return same
@@ -134,7 +132,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Hooks of what else is installed have no part in this.
+    os.environ.update(OMP_NUM_THREADS="1", WEIGHTLOADERS_DISABLE="*")
     warnings.filterwarnings("ignore", message=".*assuming the intent is to")
     with tempfile.TemporaryDirectory() as place:
         few = compare("SmolLM2-135M", shapes_of_smollm2(), 4, rounds, Path(place) / "few")
