@@ -20,6 +20,7 @@ from weightloaders.errors import (
     AmbiguousSourceError,
     CheckpointFormatError,
     DuplicateTensorError,
+    OptionsError,
     UnsupportedDtypeError,
     WeightLoadersError,
 )
@@ -122,6 +123,8 @@ def test_a_file_wherever_it_lies_is_read_without_tensorizer(tmp_path, monkeypatc
             assert torch.equal(weights["w"], torch.arange(6.0))
         assert TensorizerLoader.probe_listing(listing, name).answer == "yes"
     assert TensorizerLoader.probe_listing(listing, "other").answer == "no"
+    with pytest.raises(OptionsError, match="verify_hash"):
+        TensorizerLoader(verify_hash=True).get_listed_weights(listing)
 
 
 def entry(name, dtype, shape, header, offset, length, kind=2):

@@ -84,6 +84,9 @@ class TensorizerLoader(wl.BaseWeightLoader):
         """The same of a file wherever it lies; weightloaders reads it, for tensorizer knows nothing of a `Listing`."""
         from weightloaders_engines.tensorizer_header import read_index
 
+        if self.verify_hash:
+            raise OptionsError(f"verify_hash is tensorizer's, which can't read from {listing.where}")
+
         return _described(read_index(_find(listing, name, self.file_pattern)))
 
     def _read(self, path: str, entries: Mapping[str, Entry], names: Sequence[str]) -> Pairs:
