@@ -30,6 +30,14 @@ def dense(tensors):
     return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
 
 
+class InThisProcess(LoaderConformance):
+    """For those after the first few: starting processes takes long."""
+
+    @pytest.mark.slow
+    def test_a_spawned_process_reads_the_same_values(self, tmp_path):
+        super().test_a_spawned_process_reads_the_same_values(tmp_path)
+
+
 class TestLocal(LoaderConformance):
     loader = LocalLoader
     name = "local"
@@ -38,14 +46,6 @@ class TestLocal(LoaderConformance):
     def write_checkpoint(self, folder, tensors):
         save_file(dense(tensors), folder / "model.safetensors")
         return folder / "model.safetensors"
-
-
-class InThisProcess(LoaderConformance):
-    """For loaders that read by the parsers of others: starting processes takes long."""
-
-    @pytest.mark.slow
-    def test_a_spawned_process_reads_the_same_values(self, tmp_path):
-        super().test_a_spawned_process_reads_the_same_values(tmp_path)
 
 
 class TestHuggingFace(InThisProcess, TestLocal):
@@ -73,7 +73,7 @@ class TestTorch(LoaderConformance):
         return folder
 
 
-class TestBinary(LoaderConformance):
+class TestBinary(InThisProcess):
     loader = BinaryLoader
     name = "binary"
 

@@ -306,6 +306,12 @@ def table_of_formats() -> dict[str, tuple[str, str]]:
     return {name: (row[3], row[6]) for row in rows[1:] for name in re.findall(r"`([\w-]+)`", row[2])}
 
 
+def runs_the_suite(folder: Path, loader: str, name: str) -> bool:
+    texts = [file.read_text(encoding="utf-8") for file in folder.glob("tests/*.py")]
+    wanted = re.compile(rf"^    loader = ({loader}|\"{name}\")$", re.MULTILINE)
+    return any("LoaderConformance" in text and wanted.search(text) for text in texts)
+
+
 @pytest.mark.parametrize("package", ["weightloaders", *PLUGINS])
 def test_every_loader_is_in_the_table_of_formats_with_its_package(package):
     folder = ROOT if package == "weightloaders" else ROOT / "plugins" / package
@@ -318,4 +324,5 @@ def test_every_loader_is_in_the_table_of_formats_with_its_package(package):
         loader = import_target(target)
         reads_listings = loader.get_listed_weights is not BaseWeightLoader.get_listed_weights
         assert table[name][1] == ("yes" if reads_listings or name in ("http", "remote") else "no"), name
+        assert runs_the_suite(folder, target.rpartition(":")[2], name), name
     assert {name for name, (offering, _) in table.items() if offering == package} <= {*offered, "meta"}

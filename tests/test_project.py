@@ -89,11 +89,10 @@ def test_starting_imports_nothing_heavy(statement: str, third_parties: str) -> N
 
 def test_the_public_names_are_those_that_were_promised() -> None:
     promised = """
-        BaseWeightLoader ByteSource Convert Drop Extent FolderListing LLM Listing LoadPlan LoadReport Probe Rename
-        RequestOutput
-        SamplingParams TensorInfo TransferOptions WeightLoaderRegistry Weights default_weight_loader from_pretrained
-        hookimpl
-        load_into load_model load_status open_weights plan_load safetensors_weights_iterator save_weights
+        BaseWeightLoader ByteSource Checksum ChecksumList Convert Drop Extent FolderListing LLM Listing LoadPlan
+        LoadReport Probe Rename RequestOutput SamplingParams TensorInfo TransferOptions WeightLoaderRegistry Weights
+        default_weight_loader from_pretrained hookimpl load_into load_model load_status
+        open_weights plan_load safetensors_weights_iterator save_weights
     """
     assert set(weightloaders.__all__) == {"__version__", *promised.split()}
 

@@ -220,12 +220,15 @@ def ranks(registered: Mapping[str, Offer]) -> list[Callable[[], list[Offer]]]:
 # ------------------------------------------------------------------ what a name means
 
 
-def find(name: str, registered: Mapping[str, Offer]) -> Offer:
+def find(
+    name: str, registered: Mapping[str, Offer], places: Iterable[Callable[[], list[Offer]]] | None = None
+) -> Offer:
     """The one offer that a name means.
 
     Args:
         name: A loader's name, ``"distribution:name"`` or ``"package.module:Class"``.
         registered: What this process registered itself.
+        places: Where it is looked for, if that was asked for already: all metadata is read to tell what is installed.
 
     Raises:
         UnknownLoaderError: If nobody has that name.
@@ -237,7 +240,7 @@ def find(name: str, registered: Mapping[str, Offer]) -> Offer:
         raise LoaderNameError(f"a loader is asked for by a name, not by {name!r}")
     distribution, colon, bare = name.rpartition(":")
     disabled: list[Offer] = []
-    for rank in ranks(registered):
+    for rank in ranks(registered) if places is None else places:
         matching = [o for o in rank() if o.name == bare and (not colon or o.plugin.comes_from(distribution))]
         usable = [o for o in matching if not o.is_disabled]
         if len(usable) > 1:

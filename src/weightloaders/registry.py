@@ -6,6 +6,7 @@ Which place a name is looked for in, and in which order, is told in `weightloade
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -249,9 +250,11 @@ class WeightLoaderRegistry:
     def _candidates(cls, among: Iterable[Offer]) -> list[Candidate]:
         """Those whose names mean them; the others are disabled, replaced or in conflict."""
         candidates = []
+        registered = cls._registered
+        places = [functools.cache(place) for place in offers.ranks(registered)]
         for offer in among:
             with contextlib.suppress(RegistryError):
-                if offers.find(offer.name, cls._registered) == offer:
+                if offers.find(offer.name, registered, places) == offer:
                     candidates.append(Candidate(offer.name, offer.load, offer.culprit))
         return candidates
 

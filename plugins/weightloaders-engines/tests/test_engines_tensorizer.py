@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from tensorizer import TensorSerializer
 from weightloaders_engines import TensorizerLoader
 from weightloaders_engines.tensorizer_header import read_index
 
-from weightloaders import load_into, open_weights
+from weightloaders import Extent, FolderListing, load_into, open_weights
 from weightloaders.errors import (
     AmbiguousSourceError,
     CheckpointFormatError,
     DuplicateTensorError,
+    OptionsError,
     UnsupportedDtypeError,
     WeightLoadersError,
 )
@@ -112,6 +114,19 @@ def test_values_that_do_not_match_their_hashes_are_refused_if_asked_for(tmp_path
         read(path, verify_hash=True)
 
 
+def test_a_file_wherever_it_lies_is_read_without_tensorizer(tmp_path, monkeypatch):
+    save(tmp_path / "model.tensors", {"w": torch.arange(6.0)})
+    monkeypatch.setitem(sys.modules, "tensorizer", None)
+    listing = FolderListing(tmp_path)
+    for name in ("", "model.tensors"):
+        with TensorizerLoader().get_listed_weights(listing, name) as weights:
+            assert torch.equal(weights["w"], torch.arange(6.0))
+        assert TensorizerLoader.probe_listing(listing, name).answer == "yes"
+    assert TensorizerLoader.probe_listing(listing, "other").answer == "no"
+    with pytest.raises(OptionsError, match="verify_hash"):
+        TensorizerLoader(verify_hash=True).get_listed_weights(listing)
+
+
 def entry(name, dtype, shape, header, offset, length, kind=2):
     return (
         struct.pack("<H", len(name)) + name + bytes([kind, len(dtype)]) + dtype
@@ -177,7 +192,7 @@ def test_an_index_that_lies_is_refused_before_tensorizer_sees_it(tmp_path, write
 )
 def test_dtypes_that_torch_lacks_are_refused_by_name(tmp_path, dtype):
     with pytest.raises(UnsupportedDtypeError, match="'w'"):
-        read_index(with_values(tmp_path / "x.tensors", dtype))
+        read_index(Extent(with_values(tmp_path / "x.tensors", dtype)).source)
 
 
 @pytest.fixture(scope="module")

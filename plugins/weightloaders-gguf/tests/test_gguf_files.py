@@ -1,5 +1,7 @@
 """Which files: one, all parts of a split one, one of several; and who finds them."""
 
+import json
+
 import gguf_models
 import pytest
 import torch
@@ -217,6 +219,19 @@ def test_files_are_read_from_any_listing(tmp_path):
     assert GgufLoader.probe_listing(listing, "model.gguf").answer == "yes"
     with GgufLoader().get_listed_weights(listing) as weights:
         assert float(weights["w"][0, 0]) == 4
+
+
+def test_a_config_is_made_from_any_listing_and_anew_for_another_file(tmp_path):
+    model = gguf_models.tiny("llama")
+    said = gguf_models.properties_of("llama", model.config)
+    path = gguf_models.write(tmp_path / "model.gguf", gguf_models.as_gguf(model, "llama"), "llama", said)
+    loader, listing = GgufLoader(), wl.FolderListing(tmp_path)
+    folder = loader.get_listed_model_files(listing, "model.gguf", "config.json")
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 128
+    assert folder == loader.get_model_files(str(tmp_path), "config.json")
+    gguf_models.write(path, gguf_models.as_gguf(model, "llama"), "llama", said | {"llama.context_length": 512})
+    folder = loader.get_model_files(str(tmp_path), "config.json")
+    assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 512
 
 
 def test_names_with_blanks_and_umlauts(tmp_path):

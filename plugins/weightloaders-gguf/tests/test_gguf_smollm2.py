@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 from weightloaders_gguf.header import read_header
 
 import weightloaders as wl
+from weightloaders.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 QUESTION = [{"role": "user", "content": "What is gravity? Answer in two sentences."}]
@@ -49,9 +53,7 @@ def test_what_it_holds_beside_the_model_is_a_few_pieces(llm):
 
 
 def test_tokens_are_those_of_transformers(llm, by_transformers):
-    from transformers import AutoTokenizer
-
-    expected = AutoTokenizer.from_pretrained(by_transformers)
+    expected = transformers.AutoTokenizer.from_pretrained(by_transformers)
     assert llm.tokenizer.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
     assert llm.tokenizer.special_tokens_map == expected.special_tokens_map
     assert llm.tokenizer.chat_template == expected.chat_template
@@ -92,10 +94,6 @@ def test_nothing_but_the_header_is_read_for_the_header(file):
 
 
 def test_a_plan_and_a_listing_need_no_data(file):
-    from typer.testing import CliRunner
-
-    from weightloaders.cli.main import app
-
     found = CliRunner().invoke(app, ["inspect", str(file), "--summary"])
     assert found.exit_code == 0, found.output
     assert "272 tensors" in found.output
@@ -103,10 +101,13 @@ def test_a_plan_and_a_listing_need_no_data(file):
     assert found.exit_code == 0, found.output
 
 
-def test_it_is_saved_as_what_any_library_reads(file, tmp_path):
-    from safetensors.torch import load_file
-
-    model, _ = wl.from_pretrained(file, dtype="bfloat16", progress=False)
-    wl.save_weights(model, tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    assert torch.equal(saved["model.layers.3.self_attn.q_proj.weight"], model.model.layers[3].self_attn.q_proj.weight)
+def test_it_is_converted_into_a_folder_that_any_library_reads(file, by_transformers, tmp_path):
+    command = ["convert", str(file), str(tmp_path / "out"), "--to", "safetensors", "--dtype", "bfloat16", "--quiet"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype is torch.bfloat16
+    weight = load_file(by_transformers / "model-00001-of-00003.safetensors")["model.layers.3.self_attn.q_proj.weight"]
+    assert torch.equal(model.model.layers[3].self_attn.q_proj.weight, weight)
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(f) for f in (tmp_path / "out", by_transformers))
+    assert ours("Größe 🙂").input_ids == theirs("Größe 🙂").input_ids

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from transformers import AutoModel
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from weightloaders import LLM, WeightLoaderRegistry, from_pretrained, load_into, open_weights, plan_load, save_weights
 from weightloaders.errors import (
@@ -79,6 +79,31 @@ def test_a_plan_from_the_bucket_is_that_from_the_disk(s3: S3, minilm_in_s3: str,
     assert remote.ok
     assert remote.bytes_to_read == local.bytes_to_read
     assert "s3://bucket/models/minilm/model.safetensors" in remote.explain("embeddings.word_embeddings.weight")
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(s3: S3, place: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    llm = LLM(s3.upload(tmp_path, place), progress=False)
+    assert llm.tokenizer is None
+
+
+@pytest.mark.slow
+def test_a_model_in_one_gguf_file_needs_nothing_else(s3: S3, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("weightloaders_gguf", reason="the package that reads GGUF is not installed")
+    file = pytest.importorskip("demo.prepare").smollm2_gguf()
+    WeightLoaderRegistry.register("gguf", gguf.GgufLoader, replace=True)
+    s3.put("bucket/gguf/SmolLM2.gguf", file.read_bytes())
+    remote, report = from_pretrained("s3://bucket/gguf/SmolLM2.gguf", progress=False)
+    local, _ = from_pretrained(file, progress=False)
+    assert report.loader == "remote"
+    theirs = dict(local.named_parameters())
+    assert all(torch.equal(parameter, theirs[name]) for name, parameter in remote.named_parameters())
+    # A folder with one such file is as good.
+    assert set(open_weights("s3://bucket/gguf")) == set(open_weights("s3://bucket/gguf/SmolLM2.gguf"))
 
 
 # ------------------------------------------------------------------ which files

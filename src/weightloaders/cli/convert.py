@@ -24,7 +24,7 @@ from weightloaders.cli.common import (
     settings,
 )
 from weightloaders.cli.hints import for_command_line
-from weightloaders.errors import OptionsError, SaveError
+from weightloaders.errors import ModelError, OptionsError, SaveError, SourceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.progress import Progress
     from weightloaders.weights.weights import Weights
 
@@ -96,7 +97,9 @@ def convert_source(
     names and layouts change on the way; with --like as well, they change back.
     """
     from weightloaders.api import open_to_read
+    from weightloaders.loaders.place import as_name
     from weightloaders.progress import Progress
+    from weightloaders.registry import WeightLoaderRegistry
     from weightloaders.validation import parse_size
     from weightloaders.weights.atomic import made_folder
     from weightloaders.weights.raw import RawFolder, dtype_option
@@ -108,14 +111,16 @@ def convert_source(
     wanted = None if dtype is None else dtype_option(dtype, "--dtype", real=True)
     shard_bytes = parse_size(max_shard_size)
     _check_free(target)
-    companions = _companions(_at_home(source), wanted)
-    with open_to_read(source, loader, **loader_options(option)) as opened, Progress(settings.progress) as progress:
+    is_one_file = to is Format.SAFETENSORS and target.suffix == ".safetensors"
+    reader = WeightLoaderRegistry.resolve(loader, loader_options(option), source=as_name(source))
+    companions = {} if is_one_file else _companions(_model_folder(reader, source), wanted)
+    with open_to_read(source, reader) as opened, Progress(settings.progress) as progress:
         laid_out = (
             opened if rules is like is None else _laid_out(opened, rules, like, _config(model, source), on_missing)
         )
         weights = _cast(laid_out, wanted)
         read = _counted(weights, progress)
-        if to is Format.SAFETENSORS and target.suffix == ".safetensors":
+        if is_one_file:
             with made_folder(target.parent):
                 write_safetensors(target, weights.infos(), read, {"format": "pt"})
         else:
@@ -238,6 +243,18 @@ def _appearing(target: Path) -> AbstractContextManager[Path]:
 
     # An empty folder stays what it is: it may be one that can't be exchanged, such as a volume's.
     return replaced_files(target, lambda _: False) if target.is_dir() else new_folder(target)
+
+
+def _model_folder(reader: BaseWeightLoader, source: str) -> Path:
+    """Where a model's config and tokenizer lie: beside its weights, if their loader knows nothing else."""
+    from weightloaders.loaders.place import as_name
+
+    try:
+        found = reader.get_model_files(as_name(source))
+    except (ModelError, SourceError) as error:
+        remark(for_command_line(f"neither config nor tokenizer comes along: {error.message}"))
+        found = None
+    return found if isinstance(found, Path) else _at_home(source)
 
 
 def _companions(source: Path, dtype: torch.dtype | None) -> dict[str, Path | str]:

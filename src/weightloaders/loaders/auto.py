@@ -16,6 +16,7 @@ from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
     from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Stream, Weights
@@ -124,6 +125,10 @@ class AutoLoader(BaseWeightLoader):
     def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
         """What the chosen loader says that the files hold. See `choose_for`."""
         return self.choose_for(listing, name).get_listed_weights(listing, name)
+
+    def get_listed_model_files(self, listing: Listing, name: str = "", needed: str = "") -> Path | None:
+        """What the chosen loader says of them. See `choose_for`."""
+        return self.choose_for(listing, name).get_listed_model_files(listing, name, needed)
 
 
 def _probe(loader: LoaderFactory, method: str, *asked: object) -> Probe:

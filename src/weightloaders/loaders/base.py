@@ -146,6 +146,19 @@ class BaseWeightLoader(ABC):
         """
         return BaseWeightLoader.load_weights(self, model, weights)
 
+    def get_listed_model_files(self, listing: Listing, name: str = "", needed: str = "") -> Path | None:  # noqa: ARG002 -- for overrides
+        """The folder with a model's config, tokenizer and the like, where the files of weights themselves hold these.
+
+        Args:
+            listing: What lies in the folder, as for `get_listed_weights`.
+            name: The one file in it that was named; empty for the folder itself.
+            needed: As for `get_model_files`.
+
+        Returns:
+            A folder on disk. None where the files of the format hold nothing of the kind.
+        """
+        return None
+
     @classmethod
     def probe(cls, path: str) -> Probe:  # noqa: ARG003 -- part of the contract
         """Say whether this loader can read a source, cheaply: names and a few bytes, no data.

@@ -13,11 +13,13 @@ from weightloaders.errors import AmbiguousSourceError, OptionsError, SourceError
 from weightloaders_engines.packages import needed, reading
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
-    from weightloaders_engines.tensorizer_header import Entry
+    from weightloaders_engines.tensorizer_header import Entry, Index
+
+    Pairs = Iterator[tuple[str, torch.Tensor]]
 
 # tensorizer keeps every tensor that it has read until it is closed, so it is closed after so many bytes.
 _AT_ONCE = 256 << 20
@@ -67,19 +69,27 @@ class TensorizerLoader(wl.BaseWeightLoader):
             AmbiguousSourceError: If the folder holds several.
             CheckpointFormatError: If it is no sound file of tensorizer's, or encrypted.
         """
+        from weightloaders_engines.tensorizer_header import check_headers, read_index
+
+        source = _find(*_listed(model_name_or_path), self.file_pattern)
+        if self.engine == "weightloaders":
+            return _described(read_index(source))
+        needed("tensorizer", "tensorizer")
+        index = read_index(source)
+        check_headers(source, index.entries)
+        entries = {entry.info.name: entry for entry in index.entries}
+        return _described(index, partial(self._read, source.name, entries))
+
+    def get_listed_weights(self, listing: wl.Listing, name: str = "") -> wl.Weights:
+        """The same of a file wherever it lies; weightloaders reads it, for tensorizer knows nothing of a `Listing`."""
         from weightloaders_engines.tensorizer_header import read_index
 
-        if self.engine == "tensorizer":
-            needed("tensorizer", "tensorizer")
-        path = _find(Path(model_name_or_path).expanduser(), self.file_pattern)
-        index = read_index(path)
-        entries = {entry.info.name: entry for entry in index.entries}
-        stream = partial(self._read, str(path), entries) if self.engine == "tensorizer" else None
-        return wl.Weights.describe((entry.info for entry in index.entries), notes=index.notes, stream=stream)
+        if self.verify_hash:
+            raise OptionsError(f"verify_hash is tensorizer's, which can't read from {listing.where}")
 
-    def _read(
-        self, path: str, entries: Mapping[str, Entry], names: Sequence[str]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return _described(read_index(_find(listing, name, self.file_pattern)))
+
+    def _read(self, path: str, entries: Mapping[str, Entry], names: Sequence[str]) -> Pairs:
         library = needed("tensorizer", "tensorizer")
         wanted = sorted((entries[name] for name in names), key=lambda entry: entry.place)
         for batch in _batches(wanted):
@@ -101,35 +111,44 @@ class TensorizerLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a ``.tensors`` file, or a folder with just one."""
+        return cls.probe_listing(*_listed(path))
+
+    @classmethod
+    def probe_listing(cls, listing: wl.Listing, name: str = "") -> wl.Probe:
+        """The same of a file wherever it lies."""
         from weightloaders_engines.tensorizer_header import MAGIC
 
         try:
-            file = _find(Path(path).expanduser(), "*.tensors")
-            with file.open("rb") as opened:
-                begin = opened.read(len(MAGIC))
+            source = _find(listing, name, "*.tensors")
+            begin = source.read(0, min(len(MAGIC), source.size))
         except SourceError as error:
             return wl.Probe.no(error.message)
-        except OSError as error:
-            return wl.Probe.no(str(error))
         return wl.Probe.yes("a file of tensorizer's") if begin == MAGIC else wl.Probe.no("no file of tensorizer's")
 
 
-def _find(path: Path, pattern: str) -> Path:
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        raise SourceNotFoundError(f"there is no file or folder {path}", file=path)
-    found = sorted(file for file in path.iterdir() if fnmatch.fnmatch(file.name, pattern) and file.is_file())
+def _listed(name: str) -> tuple[wl.Listing, str]:
+    """The folder that is meant, and the file in it if that was named."""
+    path = Path(name).expanduser()
+    return (wl.FolderListing(path), "") if path.is_dir() else (wl.FolderListing(path.parent), path.name)
+
+
+def _find(listing: wl.Listing, name: str, pattern: str) -> wl.ByteSource:
+    if name:
+        return listing.open(name)
+    found = sorted(file for file in listing.names if fnmatch.fnmatch(file, pattern))
     if not found:
-        raise SourceNotFoundError(f"{path} holds no {pattern}", file=path)
+        raise SourceNotFoundError(f"{listing.where} holds no {pattern}", file=listing.where)
     if len(found) > 1:
-        names = ", ".join(file.name for file in found)
         raise AmbiguousSourceError(
-            f"{path} holds several files of tensorizer's: {names}",
-            file=path,
+            f"{listing.where} holds several files of tensorizer's: {', '.join(found)}",
+            file=listing.where,
             hint="name the file, or give file_pattern; each rank of a sharded model has a file of its own",
         )
-    return found[0]
+    return listing.open(found[0])
+
+
+def _described(index: Index, stream: Callable[[Sequence[str]], Pairs] | None = None) -> wl.Weights:
+    return wl.Weights.describe((entry.info for entry in index.entries), notes=index.notes, stream=stream)
 
 
 def _batches(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

@@ -22,7 +22,7 @@ import weightloaders as wl
 from weightloaders.errors import CheckpointFormatError, DuplicateTensorError, UnsupportedDtypeError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
     import torch
 
@@ -53,11 +53,13 @@ class Entry(NamedTuple):
         info: What is known of it.
         path: What tensorizer calls it: a name, or the keys that lead to it in a nested state dict.
         place: Its place in the index.
+        header: The byte at which its own header begins.
     """
 
     info: wl.TensorInfo
     path: str | tuple[str | int, ...]
     place: int
+    header: int
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Index:
 class _Reader:
     """Fields one after the other, each within what is there."""
 
-    def __init__(self, data: bytes, path: Path) -> None:
+    def __init__(self, data: bytes, path: str) -> None:
         self._data, self._at, self._path = data, 0, path
 
     def take(self, count: int) -> bytes:
@@ -98,14 +100,14 @@ class _Reader:
         return self.take(self.number(kind))
 
 
-def read_index(path: Path) -> Index:
+def read_index(source: wl.ByteSource) -> Index:
     """Read and check what a file says that it holds.
 
     Raises:
-        SourceNotFoundError: If it can't be opened.
+        SourceReadError: If it can't be read.
         CheckpointFormatError: If it is another kind of file, encrypted, or its index does not fit it.
     """
-    source = wl.Extent(path).source
+    path = source.name
     begin = source.read(0, min(source.size, _HEAD.size))
     if begin[: len(MAGIC)] != MAGIC:
         raise CheckpointFormatError(
@@ -147,6 +149,26 @@ def read_index(path: Path) -> Index:
     return index
 
 
+def check_headers(source: wl.ByteSource, entries: Sequence[Entry]) -> None:
+    """Refuse a file whose tensors are not right behind headers of their own, where tensorizer looks for them.
+
+    Raises:
+        CheckpointFormatError: If one is not.
+        SourceReadError: If the file can't be read.
+    """
+    places = [(min(entry.header, max(source.size - _LENGTH.size, 0)), _LENGTH.size) for entry in entries]
+    for entry, raw in zip(entries, source.read_many(places), strict=True):
+        name, offset = entry.info.name, entry.info.extents[0].offset
+        if _LENGTH.unpack(raw)[0] != offset - entry.header:
+            raise CheckpointFormatError(
+                f"the header of tensor {name!r} is not where the index of {source.name} says",
+                file=source.name,
+                tensor=name,
+            )
+
+
+# The length of a tensor's own header, with which it begins.
+_LENGTH = struct.Struct("<Q")
 # Magic, version, feature flags, total size, unused, number of tensors, length of the index.
 _HEAD = struct.Struct("<5sI32s16sQQ")
 
@@ -172,12 +194,7 @@ def _entry(reader: _Reader, source: wl.ByteSource, place: int, *, versioned: boo
     if length != needed:
         return name
     info = wl.TensorInfo(name, dtype, shape, wl.Extent(source, offset, length, byteorder=byteorder))
-    # tensorizer finds the values behind the tensor's own header, not where the index says that they are.
-    if header + 8 > source.size or int.from_bytes(source.read(header, 8), "little") != offset - header:
-        raise CheckpointFormatError(
-            f"the header of tensor {name!r} is not where the index of {source.name} says", **where
-        )
-    return Entry(info, path, place)
+    return Entry(info, path, place, header)
 
 
 def _path(raw: bytes, file: str) -> str | tuple[str | int, ...]:
@@ -207,7 +224,7 @@ def _dtype(raw: bytes, where: dict[str, str]) -> tuple[torch.dtype, Literal["lit
     return dtype, "big" if match["order"] == ">" else "little"
 
 
-def _check_names(entries: list[Entry], path: Path) -> None:
+def _check_names(entries: list[Entry], path: str) -> None:
     seen: set[str] = set()
     for entry in entries:
         if entry.info.name in seen:

@@ -14,6 +14,8 @@ from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError
 from weightloaders_gguf.files import Files, choose, place_of
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     from weightloaders import Listing
 
 
@@ -36,7 +38,7 @@ class GgufLoader(wl.BaseWeightLoader):
     ) -> None:
         self.file_pattern = file_pattern
         self.names = names
-        self._folders: dict[tuple[str, ...], Path] = {}
+        self._folders: dict[Hashable, Path] = {}
         self._lock = threading.Lock()
 
     def get_weights(self, model_name_or_path: str) -> wl.Weights:
@@ -76,10 +78,11 @@ class GgufLoader(wl.BaseWeightLoader):
         from weightloaders_gguf.catalogue import headers_of
         from weightloaders_gguf.model_files import write_config, write_tokenizer
 
-        key = tuple(f"{files.listing.where}/{name}" for name in files.names)
         with self._lock:
+            found = headers_of(files)
+            headers = [header for _, header in found]
+            key = tuple((source.name, source.identity) for source, _ in found)
             folder = self._folders.get(key)
-            headers = [header for _, header in headers_of(files)]
             if folder is None:
                 folder = Path(tempfile.mkdtemp(prefix="weightloaders-gguf-"))
                 # Whoever was told of it may outlive this loader.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 # Its names are resolved on first use. Like obstore, torch is not needed for listing the loaders.
 import weightloaders as wl
-from weightloaders.errors import OptionsError, SourceNotFoundError
+from weightloaders.errors import OptionsError, SourceError, SourceNotFoundError
 from weightloaders.weights.http import HttpSource, is_web_address, shown
 from weightloaders_remote.addresses import SCHEMES, Address, scheme_of
 from weightloaders_remote.stores import Access, Store, bucket_store, server_store
@@ -94,6 +95,7 @@ class RemoteLoader(wl.BaseWeightLoader):
         self._reader_options |= reader_options or {}
         self._stores: dict[str, Store] = {}
         self._folders: dict[tuple[str, str], wl.Listing] = {}
+        self._readers: dict[tuple[str, str], wl.BaseWeightLoader] = {}
 
     def get_weights(self, model_name_or_path: str) -> wl.Weights:
         """Catalogue the checkpoint at an address, from its headers.
@@ -107,16 +109,21 @@ class RemoteLoader(wl.BaseWeightLoader):
             SourceError: If a file is not what it should be; see `weightloaders.errors`.
             OptionsError: If the loader that reads the files does not take the options.
         """
-        reader = wl.WeightLoaderRegistry.create(self._reader, **self._reader_options)
         listing, name = self._place(model_name_or_path)
         if not name:
             # What keeps it from being listed is said before any loader is asked.
             _ = listing.names
-        return reader.get_listed_weights(listing, name)
+        return self._reader_for(listing, name).get_listed_weights(listing, name)
 
-    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | wl.Listing | None:  # noqa: ARG002
-        """Where the config and the tokenizer lie: beside the weights."""
-        return None if is_web_address(model_name_or_path) else self._place(model_name_or_path)[0]
+    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | wl.Listing | None:
+        """Where config and tokenizer lie: within the weights, where their format holds these, or beside them."""
+        listing, name = self._place(model_name_or_path)
+        with contextlib.suppress(SourceError):
+            # A folder with a config need not hold weights.
+            found = self._reader_for(listing, name).get_listed_model_files(listing, name, needed)
+            if found is not None:
+                return found
+        return None if is_web_address(model_name_or_path) else listing
 
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
@@ -124,6 +131,16 @@ class RemoteLoader(wl.BaseWeightLoader):
         if scheme_of(path) in SCHEMES:
             return wl.Probe.yes(f"an address of a {SCHEMES[scheme_of(path)]}")
         return wl.Probe.yes("a web address") if is_web_address(path) else wl.Probe.no("no address")
+
+    def _reader_for(self, listing: wl.Listing, name: str) -> wl.BaseWeightLoader:
+        """Who reads the files of a place; the same each time, for he may have prepared something."""
+        from weightloaders.loaders.auto import AutoLoader
+
+        place = listing.where, name
+        if place not in self._readers:
+            reader = wl.WeightLoaderRegistry.create(self._reader, **self._reader_options)
+            self._readers[place] = reader.choose_for(listing, name) if isinstance(reader, AutoLoader) else reader
+        return self._readers[place]
 
     # -- places
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from weightloaders.loaders.base import BaseWeightLoader
     from weightloaders.report import LoadReport
+    from weightloaders.weights.candidates import Listing
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,8 @@ class TransformersEngine:
         else:
             loader = prepared.loader if weights is None else None
             # What a loader hands out is a folder, whatever was named.
-            folder = None if loader is None else loader.get_model_files(model)
-            has_one = _has_tokenizer(model if folder is None else str(folder))
+            found = None if loader is None else loader.get_model_files(model)
+            has_one = _has_tokenizer(model if found is None else found)
             read_tokenizer = _tokenizer(model, prepared.hub_options, trust_remote_code, loader) if has_one else None
         engine = cls(prepared.model, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         engine.load_report = prepared.fill()
@@ -239,13 +240,16 @@ class TransformersEngine:
         return int(self.model.config.get_text_config().vocab_size)
 
 
-def _has_tokenizer(source: str) -> bool:
+def _has_tokenizer(source: str | Path | Listing) -> bool:
     """Whether there may be one: a folder has its files, or has not; a repository must be asked."""
-    folder = Path(source)
-    if not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return True
-    logger.info("%s has no tokenizer, so prompts are token ids", source)
-    return False
+    if isinstance(source, str | Path):
+        folder = Path(source)
+        may = not folder.is_dir() or any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    else:
+        may = len(source.problems(_TOKENIZER_FILES)) < len(_TOKENIZER_FILES)
+    if not may:
+        logger.info("%s has no tokenizer, so prompts are token ids", getattr(source, "where", source))
+    return may
 
 
 def _tokenizer(

@@ -31,8 +31,8 @@ class LoaderConformance(Values, Reading, Damage, Sharing, Options, Package):
         loader: The loader: a name, a class, a factory or an instance.
         options: Options that each load of the suite is given.
         dtypes: What the format can hold, bit for bit. Default: whatever safetensors can, and complex128.
-        min_dims: The fewest dimensions that a tensor of the format has. Default: 0.
-        max_dims: The most. Default: 8.
+        min_dims: The fewest dimensions that a tensor of the format has: 0 (the default), 1 or 2.
+        max_dims: The most: 2 or more. Default: 8.
         holds_empty: Whether the format can hold tensors without elements. Default: yes.
         names: Names of tensors that the format can hold. Default: long, dotted, with spaces, of several alphabets.
         lazy: Whether the loader says what there is without reading the values. Default: yes. One that returns a dict,

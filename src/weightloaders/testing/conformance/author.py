@@ -10,8 +10,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeVar
 
-import torch
-
 import weightloaders as wl
 from weightloaders.errors import WeightLoadersError, summary
 from weightloaders.loaders.headers_only import headers_only
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     import pytest
+    import torch
 
 _T = TypeVar("_T")
 
@@ -111,7 +110,12 @@ class Author:
     @property
     def usual_dtype(self) -> torch.dtype:
         """float32, or whatever else the format has."""
-        return torch.float32 if torch.float32 in self.dtypes else next(iter(self.dtypes))
+        return self.declared_dtypes[0]
+
+    @property
+    def declared_dtypes(self) -> list[torch.dtype]:
+        """The dtypes that the format has, the usual ones first."""
+        return [*(d for d in DTYPES if d in self.dtypes), *(d for d in self.dtypes if d not in DTYPES)]
 
     def some_tensors(self) -> dict[str, torch.Tensor]:
         """A few small tensors of the usual dtype."""
@@ -122,7 +126,7 @@ class Author:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Called by pytest: one test a dtype, be it declared or not."""
         for argument, dtypes in (
-            ("dtype", [d for d in DTYPES if d in self.dtypes]),
+            ("dtype", self.declared_dtypes),
             ("undeclared_dtype", [d for d in DTYPES if d not in self.dtypes]),
         ):
             if argument in metafunc.fixturenames:

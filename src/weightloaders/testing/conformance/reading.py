@@ -26,7 +26,7 @@ from weightloaders.weights.source import FileSource
 from weightloaders.weights.weights import as_catalogue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     import torch
 
@@ -99,8 +99,8 @@ class Reading(Author):
         """No buffer is reused for what was handed out, unless the loader declares `borrowed`."""
         tensors = {f"t{i}": sample(self.usual_dtype, (64, 64), i) for i in range(8)}
         with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
-            _read_and_read_again(weights.items(), bits)
-            _read_and_read_again(((name, weights[name]) for name in [*tensors, *tensors]), bits)
+            _expect_kept(weights.items())
+            _expect_kept((name, weights[name]) for name in [*tensors, *tensors])
 
     def test_writing_into_a_tensor_changes_nothing_else(self, tmp_path: Path) -> None:
         """A tensor that was handed out is its owner's: neither the source nor what is read later changes with it."""
@@ -214,10 +214,11 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files_in(folder)}
 
 
-def _read_and_read_again(pairs: object, digest: Callable[[torch.Tensor], bytes]) -> None:
+def _expect_kept(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Fail if a tensor has other values when all are read than it had when it came."""
     __tracebackhide__ = True
-    held = [(name, tensor, digest(tensor)) for name, tensor in pairs]  # type: ignore[attr-defined]
-    changed = [name for name, tensor, before in held if digest(tensor) != before]
+    held = [(name, tensor, bits(tensor)) for name, tensor in pairs]
+    changed = [name for name, tensor, before in held if bits(tensor) != before]
     expect(
         not changed,
         f"later reads changed tensors that were handed out before: {changed}. A loader that reuses a buffer says so: "
