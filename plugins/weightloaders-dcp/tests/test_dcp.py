@@ -83,7 +83,7 @@ def test_what_one_process_saved_is_what_is_loaded(tmp_path):
 def test_slices_of_two_ranks_are_put_together(two_ranks, kind):
     whole = {name: t for name, t in torch.load(two_ranks / "whole.pt").items() if not name.startswith("fsdp.")}
     assert_same(load(two_ranks / kind), whole)
-    with wl.open_weights(two_ranks / kind) as weights:
+    with wl.open_weights(two_ranks / kind, DcpLoader) as weights:
         assert all(info.is_raw for info in weights.infos())
         assert [e.at for e in weights.info("rows").extents] == [(0, 0), (3, 0)]
         assert [e.at for e in weights.info("columns").extents] == [(0, 0), (0, 3)]
@@ -102,7 +102,7 @@ def test_slices_in_the_format_of_safetensors_are_put_together(two_ranks, kind):
     left_out = ("fsdp.", "empty", "one_row")
     whole = {name: t for name, t in torch.load(two_ranks / "whole.pt").items() if not name.startswith(left_out)}
     assert_same(load(two_ranks / kind), whole)
-    with wl.open_weights(two_ranks / kind) as weights:
+    with wl.open_weights(two_ranks / kind, DcpLoader) as weights:
         assert len(weights.info("uneven").extents) == 2
 
 
