@@ -5,9 +5,12 @@ import json
 import gguf_models
 import pytest
 import torch
+import transformers
+from typer.testing import CliRunner
 from weightloaders_gguf import GgufLoader
 
 import weightloaders as wl
+from weightloaders.cli.main import app
 from weightloaders.errors import (
     AmbiguousSourceError,
     CheckpointFormatError,
@@ -237,3 +240,21 @@ def test_a_config_is_made_from_any_listing_and_anew_for_another_file(tmp_path):
 def test_names_with_blanks_and_umlauts(tmp_path):
     folder = tmp_path / "Größe 模型 #1"
     assert value_of(one(folder / "a b-Q8_0.gguf", 2)) == value_of(f"{folder}:Q8_0") == 2
+
+
+def test_it_is_converted_into_a_folder_that_transformers_loads(tmp_path):
+    model = gguf_models.tiny("llama")
+    said = gguf_models.properties_of("llama", model.config)
+    gguf_models.write(tmp_path / "model.gguf", gguf_models.as_gguf(model, "llama"), "llama", said)
+    command = ["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--to", "safetensors", "--quiet"]
+    found = CliRunner().invoke(app, command)
+    assert found.exit_code == 0, found.output
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_file_of_no_known_model_is_converted_without_a_config(tmp_path):
+    path = one(tmp_path / "model.gguf", 2)
+    found = CliRunner().invoke(app, ["convert", str(path), str(tmp_path / "out"), "--to", "safetensors", "--quiet"])
+    assert found.exit_code == 0, found.output
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]

@@ -35,26 +35,6 @@ class TestGguf(LoaderConformance):
         return gguf_models.write(folder / "model.gguf", tensors)
 
 
-class TestSplitGguf(LoaderConformance):
-    """The same of files in two parts, of which the second is named."""
-
-    loader = GgufLoader
-    dtypes = PLAIN
-    max_dims = 4
-    # These take long, and are the same for one file.
-    test_a_spawned_process_reads_the_same_values = None
-    test_changed_bytes_never_end_in_a_foreign_exception = None
-
-    def write_checkpoint(self, folder, tensors):
-        names = list(tensors)
-        parts = [names[: len(names) // 2], names[len(names) // 2 :]]
-        for number, part in enumerate(parts):
-            said = {"split.no": number, "split.count": 2, "split.tensors.count": len(names)}
-            path = folder / f"model-{number + 1:05d}-of-00002.gguf"
-            gguf_models.write(path, {name: tensors[name] for name in part}, properties=said)
-        return path
-
-
 def stored_as(tmp_path, kind, shape=(24, 512), *, big_endian=False, name="w"):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     codes = gguf_models.coded(values, kind)

@@ -249,12 +249,14 @@ def _model_folder(reader: BaseWeightLoader, source: str) -> Path:
     """Where a model's config and tokenizer lie: beside its weights, if their loader knows nothing else."""
     from weightloaders.loaders.place import as_name
 
-    try:
-        found = reader.get_model_files(as_name(source))
-    except (ModelError, SourceError) as error:
-        remark(for_command_line(f"neither config nor tokenizer comes along: {error.message}"))
-        found = None
-    return found if isinstance(found, Path) else _at_home(source)
+    for needed, what in (("", "tokenizer"), (_CONFIG, "config")):
+        try:
+            found = reader.get_model_files(as_name(source), needed)
+        except (ModelError, SourceError) as error:
+            remark(for_command_line(f"no {what} comes along: {error.message}"))
+        else:
+            return found if isinstance(found, Path) else _at_home(source)
+    return _at_home(source)
 
 
 def _companions(source: Path, dtype: torch.dtype | None) -> dict[str, Path | str]:
