@@ -178,6 +178,17 @@ def test_a_name_that_two_of_the_models_could_be_is_left_alone() -> None:
     assert plan_load(model_of(own), tensors_of(truth)).renamed == truth
 
 
+def test_a_name_that_the_model_has_in_torchs_other_spelling_keeps_its_wrappers() -> None:
+    own = ["weight_g", "module.net.weight_g", "net.w"]
+    other = "parametrizations.weight.original0"
+    truth = {other: "weight_g", f"module.net.{other}": "module.net.weight_g"}
+    assert plan_load(model_of(own), tensors_of([*truth, "net.w"])).renamed == truth
+    # A stranger that a wrapper would make the same does not take its place.
+    plan = plan_load(model_of(own), tensors_of([*truth, "net.w", "net.weight_g"]))
+    assert not plan.ok
+    assert "module.net.weight_g" in str(plan)
+
+
 def test_a_prefix_is_taken_off_in_front_of_wrappers_too() -> None:
     own = ["model.module.w", "w"]
     plan = plan_load(model_of(own), tensors_of(["net.model.w", "net.w"]))

@@ -44,6 +44,8 @@ class WrapperMapper:
         self._names: dict[str, str] = {}
         self._modules: dict[str, str] = {}
         self._ambiguous: set[str] = set()
+        # Names that the model has but for torch's spelling have their wrappers where it has them.
+        self._spelled = _by_other_spelling(own)
         if not any(is_wrapped(name) for name in own):
             return
         for name in own:
@@ -71,6 +73,8 @@ class WrapperMapper:
 
     def claim(self, name: str) -> Claim | None:
         """See `Mapper.claim`."""
+        if name in self._spelled:
+            return None
         segments = name.split(".")
         kept = [s for s in segments if s not in WRAPPERS]
         plain = ".".join(kept)
@@ -103,14 +107,7 @@ class SpellingMapper:
     automatic = True
 
     def __init__(self, own: Collection[str]) -> None:
-        self._spelled = {
-            name.removesuffix(there) + here: name
-            for name in own
-            if name.endswith(_SPELLED)
-            for pair in _SPELLINGS
-            for here, there in (pair, pair[::-1])
-            if name == there or name.endswith("." + there)
-        }
+        self._spelled = _by_other_spelling(own)
 
     def claim(self, name: str) -> Claim | None:
         """See `Mapper.claim`."""
@@ -211,6 +208,18 @@ class Applied:
             more = ", ..." if len(names) > _SHOWN else ""
             sentences[f"{count} names of the source {step}: {examples}{more}"] = tuple(names)
         return sentences
+
+
+def _by_other_spelling(own: Iterable[str]) -> dict[str, str]:
+    """The other spelling of each name that has one -> the name."""
+    return {
+        name.removesuffix(there) + here: name
+        for name in own
+        if name.endswith(_SPELLED)
+        for pair in _SPELLINGS
+        for here, there in (pair, pair[::-1])
+        if name == there or name.endswith("." + there)
+    }
 
 
 def is_wrapped(name: str) -> bool:
