@@ -10,11 +10,15 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -191,6 +195,58 @@ _THREADS = """
 
 def test_no_more_threads_are_started_than_there_is_address_space_for() -> None:
     assert run(_THREADS) == [4, 1, 0]
+
+
+_IN_PARALLEL = """
+    import threading
+    from weightloaders.weights.threads import in_parallel
+
+    def work(number):
+        names.add(threading.current_thread().name)
+        if number == fails:
+            raise ValueError(number)
+        return number * number
+
+    found = []
+    for room in (None, 200, 0):
+        if room is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + (room << 20), resource.RLIM_INFINITY))
+        for fails in (None, 3):
+            names = set()
+            try:
+                result = in_parallel(work, range(40), most=4, name="helper")
+            except ValueError as error:
+                result = str(error)
+            found.append([result, "MainThread" in names])
+    print(json.dumps(found))
+"""
+
+
+def test_what_is_done_in_parallel_is_done_here_where_there_are_no_threads() -> None:
+    squares = [n * n for n in range(40)]
+    assert run(_IN_PARALLEL) == [
+        [squares, False], ["3", False], [squares, True], ["3", True], [squares, True], ["3", True]
+    ]  # fmt: skip
+
+
+def test_what_threads_that_could_not_be_started_were_to_do_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = 0
+    start = threading.Thread.start
+
+    def starts_two(thread: threading.Thread) -> None:
+        nonlocal started
+        started += 1
+        if started > 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def work(number: int) -> int:
+        time.sleep(0.01)
+        return number * number
+
+    monkeypatch.setattr(threading.Thread, "start", starts_two)
+    assert in_parallel(work, range(40), most=8) == [n * n for n in range(40)]
+    assert started == 3
 
 
 # ------------------------------------------------------------------ descriptors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from weightloaders.weights.parts import is_set_of_parts, whole_tensors
 from weightloaders.weights.reading import same_values
 from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_header, understand_header
 from weightloaders.weights.source import close_files
+from weightloaders.weights.threads import IN_FLIGHT, in_turn
 from weightloaders.weights.torch_zip import read_torch
 from weightloaders.weights.weights import Weights
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from weightloaders.weights.source import ByteSource
     from weightloaders.weights.tensor_parallel import Way
 
-# Headers are short and far away at worst (a network file system, a hub): waiting is what threads save here.
-_THREADS = 16
 _SHOWN = 6
 
 
@@ -103,12 +101,9 @@ def _read_headers(selection: Selection, max_header_bytes: int) -> dict[str, _Con
         header = understand_header(source, raw)
         return _Contents(source.name, header.infos, header.metadata)
 
-    if len(selection.files) == 1:
-        return {file: understood(*read(file)) for file in selection.files}
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-headers") as pool:
-        # Only one thread at a time can run Python, so what is read is understood here, while more is being read.
-        headers = pool.map(read, selection.files)
-        return {file: understood(*header) for file, header in zip(selection.files, headers, strict=True)}
+    # Only one thread at a time can run Python, so what is read is understood here, while more is being read.
+    headers = in_turn(read, selection.files, IN_FLIGHT, "weightloaders-headers")
+    return {file: understood(*header) for file, header in zip(selection.files, headers, strict=True)}
 
 
 def _read_pickles(selection: Selection, key: str | None, safe_globals: Sequence[Any]) -> dict[str, _Contents]:

@@ -1,13 +1,69 @@
-"""How many more threads a process can have."""
+"""A few threads for what is mostly waited for; and how many more of them a process can have."""
 
 from __future__ import annotations
 
 import mmap
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: What is waited for at once, at most: headers, requests.
+IN_FLIGHT = 16
 
 # What a thread takes of the address space while it starts: a stack, of 8 MiB on most systems; 64 MiB, and for a moment
 # twice that, which glibc reserves for what the thread allocates; and some memory of Python's.
 _TAKEN_BY_A_THREAD = 160 << 20
+
+
+def in_parallel(
+    work: Callable[[T], R], items: Sequence[T], most: int = IN_FLIGHT, name: str = "weightloaders"
+) -> list[R]:
+    """The results of a function for each item, several of them waited for at once. See `in_turn`."""
+    return [*in_turn(work, items, most, name)]
+
+
+def in_turn(
+    work: Callable[[T], R], items: Sequence[T], most: int = IN_FLIGHT, name: str = "weightloaders"
+) -> Iterator[R]:
+    """The same, each result in its turn, as soon as it is there: so that it can be looked at while others are made.
+
+    Where the system gives no threads, the caller's does it all. What fails ends the rest.
+
+    Args:
+        work: Called from several threads.
+        items: What it is called with.
+        most: How many threads, at most.
+        name: What the threads are called.
+    """
+    threads = threads_that_fit(min(most, len(items))) if len(items) > 1 else 0
+    if threads < 2:
+        yield from map(work, items)
+        return
+    done = 0
+    with ThreadPoolExecutor(threads, name) as pool:
+        tasks: list[Future[R]] = []
+        try:
+            for item in items:
+                tasks.append(pool.submit(work, item))  # noqa: PERF401 -- those before a failure are wanted
+        except RuntimeError:
+            # No more threads are to be had, and what was handed out last may find nobody to do it.
+            pool.shutdown(cancel_futures=True)
+        try:
+            for task in tasks:
+                if task.cancelled():
+                    break
+                yield task.result()
+                done += 1
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    yield from map(work, items[done:])
 
 
 def threads_that_fit(wanted: int) -> int:
