@@ -72,7 +72,11 @@ _GIVEN_AWAY = tuple(
             f"these belong to a quantised checkpoint: {_IF_QUANTISED}",
         ),
         (r"(^|\.)_?flat_param", "these are FSDP's flattened parameters: save a full state dict instead"),
-        (r"^blk\.\d+\.", "these are GGUF's names: the loader 'gguf' (package weightloaders-gguf) gives known models transformers' names"),
+        (
+            r"^blk\.\d+\.",
+            "these are GGUF's names: the loader 'gguf' (package weightloaders-gguf) gives known models other ones; "
+            "or rename them with rules",
+        ),
         (
             r"^layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123])\.",
             "these are the original release's names: fetch the Hugging Face one, or rename them with rules",
