@@ -74,8 +74,7 @@ _GIVEN_AWAY = tuple(
         (r"(^|\.)_?flat_param", "these are FSDP's flattened parameters: save a full state dict instead"),
         (
             r"^blk\.\d+\.",
-            "these are GGUF's names: the loader 'gguf' (package weightloaders-gguf) gives known models other ones; "
-            "or rename them with rules",
+            "these are GGUF's names: the loader 'gguf' (weightloaders-gguf) turns those that it knows; or give rules",
         ),
         (
             r"^layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123])\.",
