@@ -72,7 +72,10 @@ _GIVEN_AWAY = tuple(
             f"these belong to a quantised checkpoint: {_IF_QUANTISED}",
         ),
         (r"(^|\.)_?flat_param", "these are FSDP's flattened parameters: save a full state dict instead"),
-        (r"^blk\.\d+\.", "these are GGUF's names: convert the file, or rename them with rules"),
+        (
+            r"^blk\.\d+\.",
+            "these are GGUF's names: the loader 'gguf' (weightloaders-gguf) turns those that it knows; or give rules",
+        ),
         (
             r"^layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123])\.",
             "these are the original release's names: fetch the Hugging Face one, or rename them with rules",

@@ -17,7 +17,7 @@ SUFFIXES: dict[Family, tuple[str, ...]] = {"safetensors": (".safetensors",), "to
 
 # Weights that other loaders or other libraries read, for saying so.
 OTHER_FORMATS = {
-    ".gguf": "GGUF, which the loader 'gguf' reads",
+    ".gguf": "GGUF, which the loader 'gguf' (package weightloaders-gguf) reads",
     ".npz": "NumPy's, which the loader 'npz' (package weightloaders-npz) reads",
     ".h5": "TensorFlow's, which no loader here reads",
     ".msgpack": "Flax's, which no loader here reads",
