@@ -25,7 +25,7 @@ CREDENTIALS = {
 @pytest.fixture
 def bucket(tmp_path, monkeypatch, registry):
     """Puts a folder into a bucket; returns its address there."""
-    remote = pytest.importorskip("weightloaders_remote", exc_type=ImportError)
+    remote = pytest.importorskip("weightloaders_remote")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("moto")
     registry.register("remote", remote.RemoteLoader, replace=True)
