@@ -44,18 +44,19 @@ def allocate(
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), name)
-    sharers = Counter(
-        _storage_of(tensor) for tensor in (tensors[name] for name in names.values()) if not wraps_others(tensor)
-    )
+    sharers: Counter[object] = Counter()
+    # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
+    by_mode: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
+    for name in names.values():
+        tensor = tensors[name]
+        by_mode[tensor.is_inference()].append((name, tensor))
+        if not wraps_others(tensor):
+            sharers[_storage_of(tensor)] += 1
     twins: dict[int, torch.Tensor] = {}
     maker = _Maker(device, {storage for storage, count in sharers.items() if count > 1})
-    # A parameter belongs to inference mode, or to autograd, as it did before; whoever loads does not matter.
-    for inference in (False, True):
+    for inference, named in by_mode.items():
         with torch.inference_mode(inference):
-            for name in names.values():
-                old = tensors[name]
-                if old.is_inference() is not inference:
-                    continue
+            for name, old in named:
                 dtype = dtypes.get(name, old.dtype)
                 try:
                     twins[id(old)] = maker.twin(name, old, dtype)
