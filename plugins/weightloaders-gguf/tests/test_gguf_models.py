@@ -11,7 +11,7 @@ from weightloaders_gguf import GgufLoader
 from weightloaders_gguf.names import ARCHITECTURES
 
 import weightloaders as wl
-from weightloaders.errors import ModelError, PlanError
+from weightloaders.errors import CheckpointFormatError, ModelError, PlanError
 
 NEWER = ("qwen35", "qwen35moe", "lfm2")
 # transformers looks for these under other names than the converter gives them.
@@ -211,8 +211,6 @@ def test_experts_that_lack_their_other_half_are_refused(tmp_path):
     path = gguf_models.write(
         tmp_path / "a.gguf", tensors, "qwen3moe", gguf_models.properties_of("qwen3moe", model.config)
     )
-    from weightloaders.errors import CheckpointFormatError
-
     with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.weight is there, and ffn_up_exps.weight is not"):
         wl.from_pretrained(path, progress=False)
 
@@ -244,6 +242,28 @@ def test_heads_that_do_not_divide_the_rows_are_refused(tmp_path):
     said = gguf_models.properties_of("llama", model.config) | {"llama.attention.head_count": 5}
     path = gguf_models.write(tmp_path / "a.gguf", gguf_models.as_gguf(model, "llama"), "llama", said)
     with pytest.raises((PlanError, ValueError), match="5 heads"):
+        wl.open_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "claim"),
+    [
+        ("bloom", {"bloom.attention.head_count": 1 << 31}),
+        ("bloom", {"bloom.attention.head_count": 0}),
+        ("llama", {"llama.attention.head_count": 0}),
+        ("llama", {"llama.attention.head_count": "four"}),
+        ("qwen35", {"qwen35.ssm.group_count": 1 << 30, "qwen35.ssm.time_step_rank": 1 << 31}),
+        ("qwen35", {"qwen35.ssm.time_step_rank": 3}),
+        ("qwen35", {"qwen35.ssm.inner_size": (1 << 32) - 4}),
+        ("qwen35", {"qwen35.ssm.state_size": 1 << 31}),
+    ],
+    ids=str,
+)
+def test_absurd_numbers_of_heads_are_refused_at_once(tmp_path, architecture, claim):
+    model = gguf_models.tiny(architecture)
+    said = gguf_models.properties_of(architecture, model.config) | claim
+    path = gguf_models.write(tmp_path / "a.gguf", gguf_models.as_gguf(model, architecture), architecture, said)
+    with pytest.raises(CheckpointFormatError):
         wl.open_weights(path)
 
 

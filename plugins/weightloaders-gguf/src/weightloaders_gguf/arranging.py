@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from weightloaders_gguf.parts import Part
 
 
+# No model has as many heads; each takes a piece of a description.
+_MOST_HEADS = 1024
+
+
 class Properties:
     """What a header says of a model, for those who arrange its tensors.
 
@@ -37,6 +41,19 @@ class Properties:
     def __init__(self, file: str, metadata: Mapping[str, Any]) -> None:
         self.file, self._metadata = file, metadata
         self.architecture = str(metadata.get("general.architecture", ""))
+
+    def heads(self, key: str) -> int:
+        """A number of heads that is one.
+
+        Raises:
+            CheckpointFormatError: If it is none that a model has.
+        """
+        found = self.number(key)
+        if not 0 < found <= _MOST_HEADS:
+            raise CheckpointFormatError(
+                f"{self.file} says {self.architecture}.{key}: {found}, which is no number of heads", file=self.file
+            )
+        return found
 
     def number(self, key: str, default: int | None = None, *, layer: int | None = None) -> int:
         """A whole number, of a layer where each has its own.
@@ -155,9 +172,9 @@ def _bloom(part: Part, name: str, properties: Properties) -> TensorInfo:
     """q, k and v of each head side by side, where the file has all q, then all k, then all v."""
     if "attn_qkv" not in part.name:
         return _as_it_is(part, name)
-    heads = properties.number("attention.head_count")
+    heads = properties.heads("attention.head_count")
     rows = part.shape[0] if part.shape else 0
-    if not heads or rows % (3 * heads):
+    if rows % (3 * heads):
         raise CheckpointFormatError(
             f"tensor {part.name!r} has {rows} rows, which are not q, k and v of {heads} heads",
             file=part.source.name,
@@ -197,10 +214,9 @@ def _qwen35(part: Part, name: str, properties: Properties) -> TensorInfo:
         return part.each(_less_one).whole(name, part.shape)
     if leaf not in _QWEN35_VALUES:
         return _qwen2moe(part, name, properties)
-    keys = properties.number("ssm.group_count")
-    values = properties.number("ssm.time_step_rank")
-    width = properties.number("ssm.inner_size") // max(values, 1)
-    if not keys or values % keys:
+    keys, values = properties.heads("ssm.group_count"), properties.heads("ssm.time_step_rank")
+    width = properties.number("ssm.inner_size") // values
+    if values % keys:
         raise CheckpointFormatError(
             f"{part.source.name} has {values} value heads for {keys} key heads, of which each has as many as the other",
             file=part.source.name,
@@ -246,7 +262,9 @@ def _value_rows(part: Part, name: str, keys: int, per_key: int, width: int, befo
 
 
 def _value_columns(part: Part, name: str, keys: int, per_key: int, width: int, before: int) -> TensorInfo:  # noqa: ARG001
-    return part.in_columns(_rows(_grouped(keys, per_key, width))).whole(name, part.shape)
+    moves = _grouped(keys, per_key, width)
+    _check_rows(part, moves, part.shape[-1] if part.shape else 1)
+    return part.in_columns(_rows(moves)).whole(name, part.shape)
 
 
 def _decay(part: Part, name: str, keys: int, per_key: int, width: int, before: int) -> TensorInfo:  # noqa: ARG001
