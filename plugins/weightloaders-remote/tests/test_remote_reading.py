@@ -413,6 +413,7 @@ def test_a_secret_is_no_option(some: Place, name: str) -> None:
         ({"anonymous": True, "profile": "x"}, "anonymous and profile"),
         ({"reader": "remote"}, "reader: it is the loader of the files"),
         ({"region": 5}, "region"),
+        ({"headers": {"X-Token": "user:password\n"}}, "headers: 'X-Token' can't be sent"),
         ({"cache_size": "lots"}, "'lots' is no size"),
         ({"config": {"nonsense": "x"}}, "can't be reached with these settings"),
     ],

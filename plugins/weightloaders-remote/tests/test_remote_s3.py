@@ -9,8 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+from weightloaders_remote import RemoteLoader
 
 from weightloaders import LLM, WeightLoaderRegistry, from_pretrained, load_into, open_weights, plan_load, save_weights
+from weightloaders.cli.main import app
 from weightloaders.errors import (
     IncompleteCheckpointError,
     OptionsError,
@@ -79,6 +82,16 @@ def test_a_plan_from_the_bucket_is_that_from_the_disk(s3: S3, minilm_in_s3: str,
     assert remote.ok
     assert remote.bytes_to_read == local.bytes_to_read
     assert "s3://bucket/models/minilm/model.safetensors" in remote.explain("embeddings.word_embeddings.weight")
+
+
+def test_the_command_line_takes_addresses_and_options(s3: S3, minilm_in_s3: str, monkeypatch: Any) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    where = ["--option", f"endpoint={s3.endpoint}"]
+    planned = CliRunner().invoke(app, ["plan", minilm_in_s3, *where])
+    assert planned.stdout.startswith("it fits\n103 parameters from"), planned.output
+    shown = CliRunner().invoke(app, ["inspect", f"{minilm_in_s3}/model.safetensors", "--summary", *where])
+    assert "104 tensors" in shown.stdout
+    assert "AKIAIOSFODNN7EXAMPLE" not in planned.output + shown.output
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(s3: S3, place: str, tmp_path: Path) -> None:
@@ -220,6 +233,14 @@ def test_an_object_that_is_exchanged_is_noticed(s3: S3, place: str) -> None:
         with pytest.raises(SourceReadError, match="was changed after it was catalogued"):
             weights["big"]
     assert same(open_weights(f"s3://{place}"), {"big": torch.full((100_000,), 2.0)})
+
+
+def test_one_loader_that_is_used_twice_looks_again(s3: S3, place: str) -> None:
+    loader = RemoteLoader()
+    for value in (1.0, 2.0):
+        tensors = {"a": torch.full((2,), value)}
+        s3.put(f"{place}/model.safetensors", save(tensors))
+        assert same(open_weights(f"s3://{place}", loader), tensors)
 
 
 def test_without_credentials_it_says_where_they_are_looked_for(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:

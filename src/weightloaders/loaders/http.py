@@ -50,7 +50,7 @@ class HttpLoader(BaseWeightLoader):
         key: str | None = None,
         safe_globals: Sequence[Any] = (),
     ) -> None:
-        self._headers = _checked(headers or {})
+        self._headers = checked_headers(headers or {})
         self.wanted = Wanted(include_unindexed=include_unindexed)
         self.max_header_bytes = max_header_bytes
         self.key = key
@@ -96,7 +96,12 @@ class HttpLoader(BaseWeightLoader):
         return Probe.maybe("a web address")
 
 
-def _checked(headers: Mapping[str, str]) -> dict[str, str]:
+def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers that can be sent.
+
+    Raises:
+        OptionsError: If one can't be.
+    """
     for name, value in headers.items():
         # Sent as it is, HTTP's error about it would show the value, which may be a secret.
         if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or not re.fullmatch(r"[!-~]([ -~]*[!-~])?", value):

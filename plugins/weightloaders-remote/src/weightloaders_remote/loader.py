@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 # Its names are resolved on first use. Like obstore, torch is not needed for listing the loaders.
 import weightloaders as wl
 from weightloaders.errors import OptionsError, SourceError, SourceNotFoundError
+from weightloaders.loaders.http import checked_headers
 from weightloaders.weights.http import HttpSource, is_web_address, shown
 from weightloaders_remote.addresses import SCHEMES, Address, scheme_of
 from weightloaders_remote.stores import Access, Store, bucket_store, server_store
@@ -78,7 +79,7 @@ class RemoteLoader(wl.BaseWeightLoader):
         if "remote" in reader.split(":"):
             raise OptionsError("reader: it is the loader of the files themselves; give its name, or nothing")
         self._access = Access(endpoint, region, profile, anonymous, account, config or {})
-        self._headers = dict(headers or {})
+        self._headers = checked_headers(headers or {})
         self._subfolder = (subfolder or "").strip("/")
         self._cache = None if cache is False else _cache_in(cache, cache_size)
         self._reader = reader
@@ -113,7 +114,11 @@ class RemoteLoader(wl.BaseWeightLoader):
         if not name:
             # What keeps it from being listed is said before any loader is asked.
             _ = listing.names
-        return self._reader_for(listing, name).get_listed_weights(listing, name)
+        reader = self._reader_for(listing, name)
+        # The next load looks again: what lies there may be another one by then.
+        self._folders.clear()
+        self._readers.clear()
+        return reader.get_listed_weights(listing, name)
 
     def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | wl.Listing | None:
         """Where config and tokenizer lie: within the weights, where their format holds these, or beside them."""
@@ -157,7 +162,7 @@ class RemoteLoader(wl.BaseWeightLoader):
                 file=shown(text),
                 hint="files on disk are read by the loaders 'local', 'torch' and 'hf'",
             )
-        # Kept, with the beginnings of its files: config, tokenizer and weights are asked for one after the other.
+        # Kept until the weights are opened, with the beginnings of its files: config and tokenizer are asked for first.
         if (where, text) not in self._folders:
             found = self._web_folder(where) if is_web_address(text) else self._object_folder(address)
             self._folders[where, text] = found
