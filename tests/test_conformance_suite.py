@@ -345,7 +345,7 @@ def answers_otherwise_for_listed_files():
         def probe(cls, path):
             return LocalLoader.probe(path)
 
-    return suite(Faulty), {LISTED: "but `probe_listing` no (not mine)"}
+    return suite(Faulty), {LISTED: "but `probe_listing` Probe(answer='no', reason='not mine')"}
 
 
 class LaxWeights(wl.Weights):
@@ -620,6 +620,7 @@ def fails_when_it_is_asked():
     return suite(probing(lambda path: wl.Probe.maybe(Path(path).read_bytes()[:1].hex()))), {
         "test_probing_answers_and_never_fails": "FileNotFoundError",
         "test_probing_claims_only_what_is_read": "IsADirectoryError",
+        LISTED: "`probe` says Probe(answer='maybe'",
     }
 
 
@@ -627,6 +628,7 @@ def answers_with_a_truth_value():
     return suite(probing(lambda path: False)), {
         "test_probing_answers_and_never_fails": "answered False",
         "test_probing_claims_only_what_is_read": "answered False",
+        LISTED: "`probe` says False",
     }
 
 
@@ -640,7 +642,10 @@ def claims_all_folders_with_files():
         found = "\0" not in path and Path(path).is_dir() and any(Path(path).iterdir())
         return wl.Probe.yes() if found else wl.Probe.no()
 
-    return suite(probing(probe)), {"test_probing_claims_only_what_is_read": "a checkpoint (torch), which the loader"}
+    return suite(probing(probe)), {
+        "test_probing_claims_only_what_is_read": "a checkpoint (torch), which the loader",
+        LISTED: "`probe` says Probe(answer='no'",
+    }
 
 
 def has_another_name():

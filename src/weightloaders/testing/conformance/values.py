@@ -127,13 +127,15 @@ class Values(Author):
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            with torch.device("meta"), self.open(source) as weights:
+            with torch.device("meta"):
+                weights = self.open(source)
                 read = {name: weights[name] for name in weights}
         finally:
             torch.set_default_dtype(before)
-        astray = [name for name, tensor in read.items() if tensor.is_meta]
-        expect(not astray, f"these are on the meta device, which was the default: {astray}")
-        expect_all(read, tensors)
+        with weights:
+            astray = [name for name, tensor in read.items() if tensor.is_meta]
+            expect(not astray, f"these are on the meta device, which was the default: {astray}")
+            expect_all(read, tensors)
 
     def test_tensors_are_plain_and_the_callers_own(self, tmp_path: Path) -> None:
         """What is handed out is a `torch.Tensor` on the CPU, without gradient, as the catalogue says."""
