@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Decoders need several times what they make for themselves, and all of that should stay in the processor's cache.
 _MADE_AT_ONCE = 1 << 20
+# Of what is stored; a read may be a trip to somewhere far.
+_READ_AT_ONCE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +101,21 @@ class MadeSource(ByteSource):
             at += 1
 
     def _make(self, recipe: Recipe, start: int, into: NDArray[np.uint8]) -> None:
-        at_once = max(1, _MADE_AT_ONCE // recipe.made)
         end = start + len(into)
-        for first in range(start // recipe.made, -(-end // recipe.made), at_once):
-            groups = min(at_once, -(-end // recipe.made) - first)
-            stored = [self._stored(recipe, place, first, groups) for place in recipe.places]
-            # Random bits may stand for any number, and infinities are no business of whoever reads.
-            with np.errstate(all="ignore"):
-                made = np.ascontiguousarray(recipe.make(*stored)).reshape(-1).view(np.uint8)
-            begin = first * recipe.made
-            low, high = max(start, begin), min(end, begin + len(made))
-            into[low - start : high - start] = made[low - begin : high - begin]
+        last = -(-end // recipe.made)
+        groups_read = max(1, _READ_AT_ONCE // recipe.stored)
+        groups_made = max(1, _MADE_AT_ONCE // recipe.made)
+        for first in range(start // recipe.made, last, groups_read):
+            count = min(groups_read, last - first)
+            read = [self._stored(recipe, place, first, count) for place in recipe.places]
+            for at in range(0, count, groups_made):
+                stored = [part[at : at + groups_made] for part in read]
+                # Random bits may stand for any number, and infinities are no business of whoever reads.
+                with np.errstate(all="ignore"):
+                    made = np.ascontiguousarray(recipe.make(*stored)).reshape(-1).view(np.uint8)
+                begin = (first + at) * recipe.made
+                low, high = max(start, begin), min(end, begin + len(made))
+                into[low - start : high - start] = made[low - begin : high - begin]
 
     def _stored(self, recipe: Recipe, place: int, first: int, groups: int) -> NDArray[np.uint8]:
         stored = np.empty((groups, recipe.stored), dtype=np.uint8)
