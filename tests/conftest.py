@@ -47,9 +47,11 @@ def _is_third_party(distribution: metadata.Distribution) -> bool:
 _THIRD_PARTIES = {(d.name, str(d.locate_file(""))) for d in metadata.distributions() if _is_third_party(d)}
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def third_parties() -> Iterator[str]:
     """Plugins that happen to be installed are hidden from these tests; those that a test installs are not.
+
+    Not from those of the plugins themselves, which may run in the same process.
 
     Processes that a test starts see them. There `WEIGHTLOADERS_DISABLE` with this value switches them off.
     """

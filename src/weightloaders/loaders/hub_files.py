@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
@@ -12,8 +11,8 @@ from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.folder import FolderListing
 from weightloaders.weights.index import MAX_INDEX_BYTES
-from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
+from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -87,13 +86,12 @@ class HubFiles:
         Returns:
             The folder in the cache that they are in now.
         """
-        with ThreadPoolExecutor(_DOWNLOADS, thread_name_prefix="weightloaders-download") as pool:
-            tasks = [pool.submit(self.repository.download, self._full(name), self.commit) for name in names]
-            try:
-                paths = [task.result() for task in tasks]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        paths = in_parallel(
+            lambda name: self.repository.download(self._full(name), self.commit),
+            names,
+            _DOWNLOADS,
+            "weightloaders-download",
+        )
         folder = paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
         FolderListing(folder).check_links(names)
         return folder

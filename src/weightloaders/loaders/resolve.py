@@ -16,8 +16,8 @@ from weightloaders.loaders.place import locate
 from weightloaders.loaders.web import UnlistedFolder, WebFolder, split_address
 from weightloaders.weights.folder import FolderListing, kind_of
 from weightloaders.weights.http import is_web_address, shown
-from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
+from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

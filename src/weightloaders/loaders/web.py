@@ -10,8 +10,8 @@ from weightloaders.loaders.hub import hub_endpoint, offline_because
 from weightloaders.weights.file_names import names_weights
 from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, shown
 from weightloaders.weights.index import MAX_INDEX_BYTES
-from weightloaders.weights.remote import in_parallel
 from weightloaders.weights.texts import read_small
+from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,24 +10,21 @@ import bisect
 import threading
 import time
 from abc import abstractmethod
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from weightloaders.errors import RemoteReadError, SourceReadError
 from weightloaders.weights.source import ByteSource, behind
+from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 #: What the first request asks for: a file's size comes with it, and most headers fit into it.
 HEAD_BYTES = 64 << 10
-#: Requests in flight at once, for headers and for a large tensor that is read by itself.
-IN_FLIGHT = 16
 # Small parts that are no further apart are asked for together.
 _GAP = 16 << 10
 # A longer read goes in parts of this size, several at once. A load's own reads are no longer: it has its own threads.
@@ -319,16 +316,3 @@ def persistently(
             if attempts >= _ATTEMPTS or time.monotonic() + wait > began + patience:
                 raise
         time.sleep(wait)
-
-
-def in_parallel(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """The results of a function for each item, several of them waited for at once."""
-    if len(items) <= 1:
-        return [work(item) for item in items]
-    with ThreadPoolExecutor(min(IN_FLIGHT, len(items)), thread_name_prefix="weightloaders-remote") as pool:
-        tasks = [pool.submit(work, item) for item in items]
-        try:
-            return [task.result() for task in tasks]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise

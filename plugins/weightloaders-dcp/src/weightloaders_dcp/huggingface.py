@@ -7,12 +7,12 @@ metadata where its slices begin; see ``torch/distributed/checkpoint/_hf_utils.py
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from weightloaders import FolderListing, Weights
 from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
 from weightloaders.weights.safetensors import read_safetensors
+from weightloaders.weights.threads import in_parallel
 from weightloaders_dcp.metadata import Chunk
 from weightloaders_dcp.names import SHARD
 from weightloaders_dcp.reading import whole
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from weightloaders import Listing, TensorInfo
 
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-_THREADS = 16
 
 
 def read_shards(listing: Listing) -> Weights:
@@ -43,8 +42,7 @@ def read_shards(listing: Listing) -> Weights:
         )
     if isinstance(listing, FolderListing):
         listing.check_links(numbers)
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-dcp") as pool:
-        files = list(pool.map(lambda name: read_safetensors(listing.open(name)), numbers))
+    files = in_parallel(lambda name: read_safetensors(listing.open(name)), [*numbers])
     pieces: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Chunk, TensorInfo]]] = {}
     for name, file in zip(numbers, files, strict=True):
         begins = _begins(file.metadata.get(_INFO), f"{listing.where}/{name}")

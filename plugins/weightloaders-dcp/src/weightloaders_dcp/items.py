@@ -10,7 +10,6 @@ Where the format of the file is safetensors (``SerializationFormat.SAFETENSORS``
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from weightloaders import ByteSource, TensorInfo
 from weightloaders.errors import CheckpointFormatError
 from weightloaders.weights.safetensors import read_safetensors
 from weightloaders.weights.sniff import is_safetensors
+from weightloaders.weights.threads import in_parallel
 from weightloaders.weights.torch_zip import read_torch_tensor
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 # Bytes of an item before those of its tensor: some 700 for one of few dimensions.
 _HEAD = 1280
 _LOCAL_HEADER, _CHECKSUM = b"PK\x03\x04", slice(14, 18)
-# Where items are far away, waiting for them takes longest.
-_THREADS = 16
 
 
 class Items:
@@ -58,11 +56,7 @@ class Items:
         by_file: dict[str, list[tuple[str, Chunk]]] = {}
         for item in chunks:
             by_file.setdefault(item[1].file, []).append(item)
-        if len(by_file) == 1 or len(chunks) < _THREADS:
-            heads = {file: self._heads(file, items) for file, items in by_file.items()}
-        else:
-            with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-dcp") as pool:
-                heads = dict(zip(by_file, pool.map(self._heads, by_file, by_file.values()), strict=True))
+        heads = dict(zip(by_file, in_parallel(lambda file: self._heads(file, by_file[file]), [*by_file]), strict=True))
         return [self._one(name, chunk, next(heads[chunk.file])) for name, chunk in chunks]
 
     def _heads(self, file: str, items: Sequence[tuple[str, Chunk]]) -> Iterator[bytes]:

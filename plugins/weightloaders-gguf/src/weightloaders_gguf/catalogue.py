@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightloaders import Weights
 from weightloaders.errors import CheckpointFormatError, DuplicateTensorError, IncompleteCheckpointError
+from weightloaders.weights.threads import in_parallel
 from weightloaders_gguf.arranging import Properties, arranged
 from weightloaders_gguf.header import Header, read_header
 from weightloaders_gguf.made import MadeSource
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 Naming = Literal["transformers", "gguf"]
 
-# Headers are short; far away, waiting for them is what takes long.
-_THREADS = 16
-
 
 def headers_of(files: Files) -> list[tuple[ByteSource, Header]]:
     """The headers of a model's files, which are parts of one.
@@ -33,11 +30,7 @@ def headers_of(files: Files) -> list[tuple[ByteSource, Header]]:
         SourceError: If a file is not what it should be, or is none of this model's.
     """
     sources = [files.listing.open(name) for name in files.names]
-    if len(sources) == 1:
-        headers = [read_header(source) for source in sources]
-    else:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="weightloaders-gguf") as pool:
-            headers = list(pool.map(read_header, sources))
+    headers = in_parallel(read_header, sources)
     _check_set(files.names, headers)
     return list(zip(sources, headers, strict=True))
 

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 from weightloaders.errors import SourceReadError
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.weights.locks import locked
-from weightloaders.weights.remote import RemoteSource, in_parallel
+from weightloaders.weights.remote import RemoteSource
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,8 +11,9 @@ from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundErr
 from weightloaders.loaders.web import UnlistedFolder
 from weightloaders.weights.file_names import names_weights
 from weightloaders.weights.index import MAX_INDEX_BYTES
-from weightloaders.weights.remote import Answer, RemoteSource, TransientError, in_parallel, persistently
+from weightloaders.weights.remote import Answer, RemoteSource, TransientError, persistently
 from weightloaders.weights.texts import read_small
+from weightloaders.weights.threads import in_parallel
 from weightloaders_remote.faults import fault_of
 from weightloaders_remote.stores import FaultError
 
