@@ -92,7 +92,8 @@ def arranged(parts: Sequence[Part], name: str, properties: Properties) -> Tensor
     if len(parts) > 1:
         one, other = parts[:2]
         raise DuplicateTensorError(
-            f"{one.name!r} of {one.source.name} and {other.name!r} of {other.source.name} are both {name} in transformers",
+            f"{one.name!r} of {one.source.name} and {other.name!r} of {other.source.name} are both {name} in "
+            "transformers",
             file=other.source.name,
             tensor=other.name,
             hint="the file was put together wrongly: convert the model again",

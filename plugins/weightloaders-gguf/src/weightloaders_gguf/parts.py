@@ -140,8 +140,8 @@ class Part:
         """What turns its bytes into numbers to reckon with."""
         if not self.dtype.is_floating_point:
             raise UnsupportedDtypeError(
-                f"tensor {self.name!r} is stored as {self.type.name}, but transformers' value is reckoned from it, which "
-                "takes floating point",
+                f"tensor {self.name!r} is stored as {self.type.name}, but what transformers has is reckoned from it, "
+                "for which it takes floating point",
                 file=self.source.name,
                 tensor=self.name,
                 hint="llama.cpp stores such a tensor as F32: convert the model again",
