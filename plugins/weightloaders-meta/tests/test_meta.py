@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel, MistralConfig
-
 from typer.testing import CliRunner
 
 from weightloaders import LLM, SamplingParams, WeightLoaderRegistry, from_pretrained, load_into, open_weights, plan_load
