@@ -187,6 +187,31 @@ def test_an_index_that_lies_is_refused_before_tensorizer_sees_it(tmp_path, write
     assert caught.value.file == str(path)
 
 
+FIELDS = {  # of the header of a tensor "w" of shape [4, 2] in <f4, from its first byte
+    "kind": (10, b"\0"), "name": (13, b"v"), "byte order": (15, b">"), "dtype": (16, b"i"), "dimensions": (18, b"\1"),
+    "shape": (19, struct.pack("<2I", 2, 4)), "larger shape": (19, b"\5"), "hashes": (27, b"\1"),
+    "no values": (-8, bytes(8)), "fewer values": (-8, struct.pack("<q", 16)), "more values": (-8, b"\x21"),
+    "absurdly many values": (-3, b"\x10"), "less than none": (-1, b"\x80"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"verify_hash": True}])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_tensors_own_header_that_says_anything_else_than_the_index_is_refused(tmp_path, field, options):
+    path = save(tmp_path / "x.tensors", {"w": torch.ones(4, 2)})
+    assert torch.equal(read(path, **options)["w"], torch.ones(4, 2))
+    (entry,) = read_index(Extent(path).source).entries
+    place, value = FIELDS[field]
+    place += entry.header if place >= 0 else entry.info.extents[0].offset
+    data = bytearray(path.read_bytes())
+    assert data[place : place + len(value)] != value
+    data[place : place + len(value)] = value
+    path.write_bytes(data)
+    with pytest.raises(CheckpointFormatError, match="does not go with the file's index") as caught:
+        open_weights(path, "tensorizer", **options)
+    assert (caught.value.file, caught.value.tensor) == (str(path), "w")
+
+
 @pytest.mark.parametrize(
     "dtype", [b"O8", b"<U4", b"<V2\0torch.load", b"<V2\0torch.float64", b"<V2", b"<f3", b"", b"\xff", b"<V1\0torch.nn"]
 )

@@ -54,12 +54,14 @@ class Entry(NamedTuple):
         path: What tensorizer calls it: a name, or the keys that lead to it in a nested state dict.
         place: Its place in the index.
         header: The byte at which its own header begins.
+        said: What its own header has to say of it: kind, name, dtype and shape, byte for byte.
     """
 
     info: wl.TensorInfo
     path: str | tuple[str | int, ...]
     place: int
     header: int
+    said: bytes
 
 
 @dataclass
@@ -150,25 +152,49 @@ def read_index(source: wl.ByteSource) -> Index:
 
 
 def check_headers(source: wl.ByteSource, entries: Sequence[Entry]) -> None:
-    """Refuse a file whose tensors are not right behind headers of their own, where tensorizer looks for them.
+    """Refuse a file whose tensors are not right behind headers of their own that say the same of them as the index.
+
+    tensorizer goes by these headers: it reads as many bytes as one says, into a tensor of the shape that it says.
 
     Raises:
-        CheckpointFormatError: If one is not.
+        CheckpointFormatError: If one says something else.
         SourceReadError: If the file can't be read.
     """
-    places = [(min(entry.header, max(source.size - _LENGTH.size, 0)), _LENGTH.size) for entry in entries]
-    for entry, raw in zip(entries, source.read_many(places), strict=True):
-        name, offset = entry.info.name, entry.info.extents[0].offset
-        if _LENGTH.unpack(raw)[0] != offset - entry.header:
-            raise CheckpointFormatError(
-                f"the header of tensor {name!r} is not where the index of {source.name} says",
-                file=source.name,
-                tensor=name,
-            )
+    lengths = [_OWN_HEAD.size + len(entry.said) + _HASHES.size for entry in entries]
+    for entry, length in zip(entries, lengths, strict=True):
+        room = entry.info.extents[0].offset - entry.header - length - _OWN_LENGTH.size
+        if not 0 <= room < 1 << (8 * _HASHES.size):
+            raise _other_header(source, entry, "it is not where the index says")
+    begins = source.read_many([(entry.header, length) for entry, length in zip(entries, lengths, strict=True)])
+    ends = source.read_many([(e.info.extents[0].offset - _OWN_LENGTH.size, _OWN_LENGTH.size) for e in entries])
+    for entry, begin, end in zip(entries, begins, ends, strict=True):
+        total, _ = _OWN_HEAD.unpack_from(begin)
+        if total != entry.info.extents[0].offset - entry.header:
+            raise _other_header(source, entry, "it is not where the index says")
+        if begin[_OWN_HEAD.size : -_HASHES.size] != entry.said:
+            raise _other_header(source, entry, "its name, dtype or shape is another")
+        (hashes,) = _HASHES.unpack(begin[-_HASHES.size :])
+        if len(begin) + hashes + _OWN_LENGTH.size != total:
+            raise _other_header(source, entry, "its hashes don't fill the space that they have")
+        (length,) = _OWN_LENGTH.unpack(end)
+        if length != entry.info.nbytes:
+            raise _other_header(source, entry, f"it says {length} bytes, not {entry.info.nbytes}")
 
 
-# The length of a tensor's own header, with which it begins.
-_LENGTH = struct.Struct("<Q")
+def _other_header(source: wl.ByteSource, entry: Entry, what: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        f"the header of tensor {entry.info.name!r} in {source.name} does not go with the file's index: {what}",
+        file=source.name,
+        tensor=entry.info.name,
+        hint="the file is damaged; fetch it again",
+    )
+
+
+# A tensor's own header: its length and a module's number, then kind, name, dtype and shape, ...
+_OWN_HEAD = struct.Struct("<QH")
+# ... the length of the hashes, the hashes, and the length of its values.
+_HASHES = struct.Struct("<H")
+_OWN_LENGTH = struct.Struct("<q")
 # Magic, version, feature flags, total size, unused, number of tensors, length of the index.
 _HEAD = struct.Struct("<5sI32s16sQQ")
 
@@ -176,13 +202,16 @@ _HEAD = struct.Struct("<5sI32s16sQQ")
 def _entry(reader: _Reader, source: wl.ByteSource, place: int, *, versioned: bool) -> Entry | str:
     """The next tensor; only its name where it was saved without values."""
     long = versioned and reader.number("I") >= _VERSION_OF_LONG_SHAPES
-    path = _path(reader.text("H"), source.name)
+    raw_name = reader.text("H")
+    path = _path(raw_name, source.name)
     name = path if isinstance(path, str) else ".".join(map(str, path))
-    if reader.number("B") != _STATE_DICT:
+    kind = reader.number("B")
+    if kind != _STATE_DICT:
         # The parameters of a module are saved with the module's name in front, which the model itself has none of.
         name = name.removeprefix(".")
     where = {"file": source.name, "tensor": name}
-    dtype, byteorder = _dtype(reader.text("B"), where)
+    raw_dtype = reader.text("B")
+    dtype, byteorder = _dtype(raw_dtype, where)
     shape = reader.numbers("Q" if long else "I", reader.number("B"))
     header, offset, length = reader.numbers("Q", 3)
     needed = math.prod(shape) * dtype.itemsize
@@ -194,7 +223,9 @@ def _entry(reader: _Reader, source: wl.ByteSource, place: int, *, versioned: boo
     if length != needed:
         return name
     info = wl.TensorInfo(name, dtype, shape, wl.Extent(source, offset, length, byteorder=byteorder))
-    return Entry(info, path, place, header)
+    form = f"<BH{len(raw_name)}sB{len(raw_dtype)}sB{len(shape)}{'Q' if long else 'I'}"
+    said = struct.pack(form, kind, len(raw_name), raw_name, len(raw_dtype), raw_dtype, len(shape), *shape)
+    return Entry(info, path, place, header, said)
 
 
 def _path(raw: bytes, file: str) -> str | tuple[str | int, ...]:
