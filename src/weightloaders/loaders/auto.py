@@ -117,7 +117,11 @@ class AutoLoader(BaseWeightLoader):
 
     def _create(self, candidate: Candidate, loader: LoaderFactory, answer: Probe) -> BaseWeightLoader:
         logger.info("the loader %r was chosen automatically: %s", candidate.name, answer.reason or answer.answer)
-        return create_loader(loader, self._options, name=candidate.name, plugin=candidate.plugin)
+        try:
+            return create_loader(loader, self._options, name=candidate.name, plugin=candidate.plugin)
+        except OptionsError as error:
+            error.hint = error.hint or f"{candidate.name!r} was chosen automatically: name the loader that takes these"
+            raise
 
     def get_weights(self, model_name_or_path: str) -> Weights | Stream:
         """What the chosen loader says that the source holds. See `choose`."""
