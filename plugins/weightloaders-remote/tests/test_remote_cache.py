@@ -15,7 +15,7 @@ from weightloaders_remote import RemoteLoader
 from weightloaders_remote.cache import usual_folder
 
 from weightloaders import load_into, open_weights
-from weightloaders.errors import SourceReadError
+from weightloaders.errors import OptionsError, SourceReadError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,3 +159,64 @@ def test_the_usual_folder_is_among_the_caches_of_the_user(
     monkeypatch.setenv("WEIGHTLOADERS_REMOTE_CACHE", str(tmp_path / "mine"))
     load(address, True)
     assert files_in(tmp_path / "mine")
+
+
+def age(path: Path, hours: float) -> None:
+    os.utime(path, (time.time() - hours * 3600,) * 2)
+
+
+def test_making_room_touches_nothing_but_what_the_cache_made(web: Web, address: str, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    load(address, home)
+    entry = next(path for path in files_in(home)).parent
+    theirs = [
+        home / "photos" / "wedding.jpg",
+        home / "0123456789abcdef0123456789abcdef" / "thesis.tex",
+        entry.parent / "notes" / "of mine.txt",
+    ]
+    for path in theirs:
+        path.parent.mkdir(parents=True)
+        path.write_bytes(bytes(1000))
+        age(path, 9)
+    (tmp_path / "elsewhere").mkdir()
+    theirs.append(tmp_path / "elsewhere" / "there.safetensors")
+    theirs[-1].write_bytes(bytes(1000))
+    age(theirs[-1], 9)
+    (entry.parent / ("a" * 32)).symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    age(entry / "model.safetensors", 5)
+    web.files["/m/model.safetensors"] = save({"big": BIG + 1})
+    load(address, home, cache_size=1000)
+    assert all(path.is_file() for path in theirs)
+    assert not entry.exists()
+
+
+def test_what_a_killed_download_left_is_removed_and_not_the_file_beside_it(address: str, cache: Path) -> None:
+    load(address, cache)
+    (kept,) = files_in(cache)
+    kept.unlink()
+    left = kept.with_name(".unfinished-0")
+    left.write_bytes(bytes(1000))
+    age(left, 5)
+    assert torch.equal(load(address, cache, cache_size=1000), BIG)
+    assert files_in(cache) == [kept]
+
+
+def test_a_file_in_the_cache_that_others_cut_off_or_replaced_by_a_link_is_fetched_anew(
+    address: str, cache: Path, tmp_path: Path
+) -> None:
+    load(address, cache)
+    (kept,) = files_in(cache)
+    kept.write_bytes(b"short")
+    assert torch.equal(load(address, cache), BIG)
+    (tmp_path / "other").write_bytes(bytes(kept.stat().st_size))
+    kept.unlink()
+    kept.symlink_to(tmp_path / "other")
+    assert torch.equal(load(address, cache), BIG)
+    assert not kept.is_symlink()
+
+
+@pytest.mark.parametrize("named", ["", "a\0b", "~nobody-of-that-name/cache"])
+def test_what_can_be_no_folder_is_refused_before_anything_is_asked(web: Web, address: str, named: str) -> None:
+    with pytest.raises(OptionsError, match=r"cache: .* can't be a folder"):
+        load(address, named)
+    assert not web.asked

@@ -13,6 +13,7 @@ from weightloaders.loading.loading import (
 )
 from weightloaders.loading.origin import Origin, origin_of
 from weightloaders.loading.status import check_usable, load_origin, load_status
+from weightloaders.loading.watching import handed_pairs
 
 __all__ = [
     "LoadContext",
@@ -20,6 +21,7 @@ __all__ = [
     "check_usable",
     "default_weight_loader",
     "get_weights",
+    "handed_pairs",
     "is_borrowed",
     "load",
     "load_given",

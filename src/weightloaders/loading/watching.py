@@ -96,7 +96,7 @@ def load_by_model(
         token = _inside.set((*_inside.get(), model))
         try:
             pairs = (
-                _handed(weights, context.transfer, moved, total, progress)
+                handed_pairs(weights, context.transfer, moved, total, progress)
                 if isinstance(weights, Weights)
                 else _counted(weights, moved, progress)
             )
@@ -112,13 +112,22 @@ def load_by_model(
     return _by_others(model, context, who, plan, moved, call)
 
 
-def _handed(
+def handed_pairs(
     weights: Weights,
     options: TransferOptions,
     moved: Transferred,
     total: int,
     progress: Callable[[ProgressEvent], object],
 ) -> Generator[tuple[str, torch.Tensor]]:
+    """All tensors of a source for code of others, read ahead; each belongs to whoever gets it.
+
+    Args:
+        weights: The source.
+        options: How bytes are moved.
+        moved: Told what was read.
+        total: Bytes there are, for progress.
+        progress: Told how far it has come.
+    """
     if weights.stream is not None:
         yield from _supplied(weights, weights.stream, moved, total, progress)
         return
@@ -347,8 +356,9 @@ def settle(
     fatal = [name for name in missing if name in raw or context.policies.missing(name) == "error"]
     if fatal:
         raise _left_out(fatal, covered, who)
-    if missing:
-        logger.warning("%s left %d parameters unfilled: %s", who, len(missing), listed(missing))
+    loud = [name for name in missing if context.policies.missing(name) == "warning"]
+    if loud:
+        logger.warning("%s left %d parameters unfilled: %s", who, len(loud), listed(loud))
     for name, shape in () if _is_sharded() else covered.cut:
         message = f"{who} used only a part of {name!r} of shape {list(shape)}: the tensor was cut to fit"
         if context.policies.mismatched(name) == "error":

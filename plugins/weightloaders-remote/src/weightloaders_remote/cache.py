@@ -2,7 +2,8 @@
 
 A file is downloaded beside its place and moved there when it is whole, so what is there is whole, and processes that
 want the same one at the same time don't disturb each other: one downloads, the others wait for it. What was not used
-for longest goes first once there is more than fits, but nothing that was used within the last hour.
+for longest goes first once there is more than fits, but nothing that was used within the last hour. All of it lies in a
+sub-folder with a name of its own, in folders that are named by hashes, and nothing else is ever removed.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import contextlib
 import hashlib
 import logging
 import os
-import shutil
+import re
+import stat
 import threading
 import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import SourceReadError
+from weightloaders.errors import OptionsError, SourceReadError
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.weights.locks import locked
 from weightloaders.weights.remote import RemoteSource
@@ -40,21 +42,41 @@ _PART = 16 << 20
 _IN_USE = 3600.0
 _BETWEEN_LOOKS = 0.1
 _UNFINISHED = ".unfinished-"
+# In the folder that the user names there may be anything.
+_OWN = "weightloaders-remote-cache"
+_ENTRY = re.compile(r"[0-9a-f]{32}")
 
 
 def usual_folder() -> Path:
-    """The folder that the environment names, else one among the user's caches."""
+    """The folder that the environment names, else one among the user's caches.
+
+    Raises:
+        OptionsError: If what the environment names can't be a folder.
+    """
     named = os.environ.get(VARIABLE)
     if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weightloaders" / "remote"
+        return as_folder(named, VARIABLE)
+    return as_folder(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME") / "weightloaders" / "remote"
+
+
+def as_folder(named: str | Path, said_by: str) -> Path:
+    """A folder that somebody named, with ``~`` resolved.
+
+    Raises:
+        OptionsError: If it can't be one; ``said_by`` is where it was named.
+    """
+    text = str(named)
+    with contextlib.suppress(RuntimeError):
+        if text and "\0" not in text:
+            return Path(named).expanduser()
+    raise OptionsError(f"{said_by}: {text!r} can't be a folder", hint="name one by its path, such as /data/cache")
 
 
 class Cache:
     """Files that were downloaded.
 
     Args:
-        folder: Where they are kept; made if it is not there.
+        folder: Where they are kept, in a sub-folder; made if it is not there.
         most_bytes: How much is kept.
     """
 
@@ -77,7 +99,7 @@ class Cache:
         if not source.tag:
             return source
         place = self._place_of(source)
-        if place.is_file() and place.stat().st_size == source.size:
+        if _is_whole(place, source.size):
             with contextlib.suppress(OSError):
                 os.utime(place)
             return FileSource(place)
@@ -86,7 +108,7 @@ class Cache:
         try:
             with self._turn:
                 self._fetch(source, place)
-            self._make_room(place)
+            self._make_room(place.parent)
         except OSError as error:
             if isinstance(error, SourceReadError):
                 raise
@@ -99,15 +121,15 @@ class Cache:
 
     def _place_of(self, source: RemoteSource) -> Path:
         key = hashlib.sha256("\0".join((source.name, source.tag, str(source.size))).encode()).hexdigest()[:32]
-        return self.folder / key / Path(source.name).name
+        return self.folder / _OWN / key / Path(source.name).name
 
     def _fetch(self, source: RemoteSource, place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
-        while not place.is_file():
+        while not _is_whole(place, source.size):
             try:
                 with locked(place.parent / ".lock"):
                     # The other may have been done just before.
-                    if not place.is_file():
+                    if not _is_whole(place, source.size):
                         self._download(source, place)
             except BlockingIOError:
                 time.sleep(_BETWEEN_LOOKS)
@@ -137,19 +159,40 @@ class Cache:
                 draft.unlink()
 
     def _make_room(self, newest: Path) -> None:
+        now = time.time()
         entries = []
-        for place in self.folder.glob("*/*"):
+        for folder in (self.folder / _OWN).iterdir():
+            if not _ENTRY.fullmatch(folder.name) or folder.is_symlink():
+                continue
             # Others may be removing the same.
             with contextlib.suppress(OSError):
-                status = place.stat()
-                entries.append((status.st_mtime, status.st_size, place))
+                found = {file: file.stat() for file in folder.iterdir()}
+                for file, status in list(found.items()):
+                    # Whoever downloaded it is gone.
+                    if file.name.startswith(_UNFINISHED) and status.st_mtime < now - _IN_USE:
+                        file.unlink()
+                        del found[file]
+                used = max((status.st_mtime for status in found.values()), default=now)
+                entries.append((used, sum(status.st_size for status in found.values()), folder))
         total = sum(size for _, size, _ in entries)
-        for used, size, place in sorted(entries):
+        for used, size, folder in sorted(entries):
             if total <= self._most_bytes:
                 break
-            if place != newest and used < time.time() - _IN_USE:
-                shutil.rmtree(place.parent, ignore_errors=True)
+            if folder != newest and used < now - _IN_USE:
+                with contextlib.suppress(OSError):
+                    for file in folder.iterdir():
+                        file.unlink()
+                    folder.rmdir()
                 total -= size
+
+
+def _is_whole(place: Path, size: int) -> bool:
+    """Whether a file of this size lies there: others may have cut it off, or put a link to something else there."""
+    try:
+        status = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 class CachedFolder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 -- options are checked by their annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
@@ -208,6 +208,6 @@ class RemoteLoader(wl.BaseWeightLoader):
 
 def _cache_in(folder: bool | str | Path, size: int | str) -> Cache:
     from weightloaders.validation import parse_size
-    from weightloaders_remote.cache import Cache, usual_folder
+    from weightloaders_remote.cache import Cache, as_folder, usual_folder
 
-    return Cache(usual_folder() if isinstance(folder, bool) else Path(folder).expanduser(), parse_size(size))
+    return Cache(usual_folder() if isinstance(folder, bool) else as_folder(folder, "cache"), parse_size(size))

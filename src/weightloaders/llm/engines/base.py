@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from weightloaders.errors import ConfigError
+from weightloaders.discovery import import_target, imported, installed
+from weightloaders.errors import ConfigError, MissingDependencyError
 from weightloaders.validation import unknown
 
 if TYPE_CHECKING:
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport
 
 ENGINES = {"transformers": "weightloaders.llm.engines.transformers:TransformersEngine"}
+# Engines of other packages are entry points of this group.
+ENTRY_POINTS = "weightloaders.engines"
+# Engine -> the package to install for it.
+PACKAGES = {"vllm": "weightloaders-vllm"}
 
 
 class Engine(Protocol):
@@ -51,13 +55,21 @@ class Engine(Protocol):
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine of that name.
+    """The engine of that name: one of ours, or one that an installed package offers.
 
     Raises:
         ConfigError: If there is none.
+        MissingDependencyError: If it is known, and its package is not installed.
+        BrokenPluginError: If its package can't be imported.
     """
-    target = ENGINES.get(str(name))
-    if target is None:
-        raise ConfigError(f"engine {unknown(str(name), ENGINES)}")
-    module, _, attribute = target.partition(":")
-    return cast("type[Engine]", getattr(importlib.import_module(module), attribute))
+    name = str(name)
+    if name in ENGINES:
+        return cast("type[Engine]", import_target(ENGINES[name]))
+    offered = {plugin.name: plugin for plugin in installed(ENTRY_POINTS) if not plugin.is_disabled()}
+    if name in offered:
+        return cast("type[Engine]", imported(offered[name]))
+    if name in PACKAGES:
+        raise MissingDependencyError(
+            f"engine={name!r} needs {PACKAGES[name]}, which is not installed", hint=f"pip install {PACKAGES[name]}"
+        )
+    raise ConfigError(f"engine {unknown(name, {*ENGINES, *offered})}")

@@ -1,0 +1,282 @@
+"""With vLLM's real engine; `make test-vllm` installs it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment with it")
+
+from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+
+import weightloaders  # noqa: E402
+from demo.prepare import PREPARED, SMOLLM2, smollm2_gguf, write_once, write_smollm2  # noqa: E402
+from weightloaders import SamplingParams, open_weights  # noqa: E402
+from weightloaders.errors import ConfigError, CoverageError, LoadError, PlanError, SourceError  # noqa: E402
+from weightloaders.weights.raw import write_raw  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# vLLM's own warnings are none of ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PROMPTS = ["The capital of France is", "Water boils at"]
+
+
+def engine(folder, **options) -> vllm.LLM:
+    options = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "max_num_seqs": 4, **options}
+    return vllm.LLM(model=str(folder), **options)
+
+
+def written(llm: vllm.LLM) -> list[tuple[list[int], list[float]]]:
+    """Token ids and their log-probabilities."""
+    answers = llm.generate(PROMPTS, vllm.SamplingParams(temperature=0, max_tokens=8, logprobs=1), use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return [
+        (list(o.token_ids), [at[token].logprob for token, at in zip(o.token_ids, o.logprobs, strict=True)])
+        for o in outputs
+    ]
+
+
+# ------------------------------------------------------------------ SmolLM2
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    write_once(SMOLLM2, write_smollm2)
+    return SMOLLM2
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2):
+    return written(engine(smollm2))
+
+
+def binary_of(folder: Path) -> Path:
+    def write(target: Path) -> None:
+        with open_weights(str(folder), loader="local") as weights:
+            write_raw(target, weights.infos(), weights.__getitem__)
+
+    target = PREPARED / f"{folder.name}-binary"
+    write_once(target, write)
+    return target
+
+
+@pytest.mark.parametrize("loader", ["hf", "local", "binary", "gguf"])
+def test_every_loader_gives_the_tokens_and_log_probabilities_of_vllms_own(loader, smollm2, expected):
+    places = {"binary": binary_of, "gguf": lambda _: smollm2_gguf()}
+    if loader == "gguf":
+        pytest.importorskip("weightloaders_gguf")
+    elsewhere = {"model_weights": str(places[loader](smollm2))} if loader in places else {}
+    llm = engine(smollm2, load_format="weightloaders", model_loader_extra_config={"loader": loader}, **elsewhere)
+    assert written(llm) == expected
+
+
+def test_the_facade_hands_over_to_vllm_and_reloads(smollm2, expected):
+    llm = weightloaders.LLM(
+        model=str(smollm2), engine="vllm", weight_loader="local", dtype="bfloat16", max_model_len=128, max_num_seqs=4,
+        enforce_eager=True,
+    )  # fmt: skip
+    tokens = [ids for ids, _ in expected]
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    answers = llm.generate(PROMPTS, greedy)
+    assert [answer.outputs[0].token_ids for answer in answers] == tokens
+    assert [type(answer) for answer in answers] == [weightloaders.RequestOutput] * 2
+    assert llm.load_report.loader == "local"
+    assert llm.load_report.bytes_read > 200_000_000
+
+    with pytest.raises(PlanError, match="nothing was changed"):
+        llm.reload_weights(str(tiny_checkpoint(PREPARED / "vllm-tiny", seed=0)))
+    report = llm.reload_weights(str(binary_of(smollm2)), weight_loader="binary")
+    assert report.loader == "binary"
+    assert [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, greedy)] == tokens
+
+
+# ------------------------------------------------------------------ a tiny Llama
+
+
+def tiny_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+    """A random Llama with SmolLM2's tokenizer, in one file, without ties."""
+    if folder.is_dir():
+        return folder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="bfloat16",
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(SMOLLM2 / name, folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path, smollm2) -> Path:
+    return tiny_checkpoint(tmp_path / "tiny")
+
+
+def change(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def drop(*names):
+    def change(tensors):
+        for name in names:
+            del tensors[f"model.{name}"]
+
+    return change
+
+
+LAYER = "model.layers.1"
+LINEAR = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+CASES = {
+    "o_proj missing": (drop("layers.1.self_attn.o_proj.weight"), [f"{LAYER}.self_attn.o_proj.weight"]),
+    "k_proj missing": (
+        drop("layers.1.self_attn.k_proj.weight"),
+        [f"{LAYER}.self_attn.k_proj.weight", f"{LAYER}.self_attn.qkv_proj.weight"],
+    ),
+    "a layer's linear layers missing": (
+        drop(*(f"layers.1.{name}.weight" for name in LINEAR)),
+        [f"{LAYER}.mlp.gate_up_proj.weight", f"{LAYER}.mlp.up_proj.weight", f"{LAYER}.self_attn.o_proj.weight"],
+    ),
+    "embed_tokens missing": (drop("embed_tokens.weight"), ["model.embed_tokens.weight"]),
+    "q_proj too large": (
+        lambda tensors: tensors.update(
+            {f"{LAYER}.self_attn.q_proj.weight": torch.ones(192, 128, dtype=torch.bfloat16)}
+        ),
+        [f"{LAYER}.self_attn.q_proj.weight", "[192, 128]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_vllm_lets_through_is_refused_by_name(case, tiny):
+    damage, names = CASES[case]
+    change(tiny, damage)
+    with pytest.raises(CoverageError) as caught:
+        engine(tiny, load_format="weightloaders:local")
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_two_files_with_different_values_for_one_name_are_refused(tiny):
+    tensors = load_file(tiny / "model.safetensors")
+    name = "model.norm.weight"
+    save_file({name: tensors[name] + 1}, tiny / "other.safetensors")
+    with pytest.raises(SourceError, match=name):
+        engine(tiny, load_format="weightloaders:local", model_loader_extra_config={})
+
+
+def test_a_tensor_that_the_model_does_not_use_is_refused_where_that_is_asked_for(tiny):
+    name = f"{LAYER}.self_attn.q_proj.bias"
+    change(tiny, lambda tensors: tensors.update({name: torch.ones(128)}))
+    with pytest.raises(CoverageError, match=name):
+        engine(tiny, load_format="weightloaders:local", model_loader_extra_config={"on_unexpected": "error"})
+
+
+def test_nan_is_refused_where_finite_values_are_asked_for(tiny):
+    change(tiny, lambda tensors: tensors[f"{LAYER}.mlp.up_proj.weight"].fill_(float("nan")))
+    with pytest.raises(LoadError, match="gate_up_proj"):
+        engine(tiny, load_format="weightloaders:local", model_loader_extra_config={"verify": "finite"})
+
+
+def test_unwatched_everything_passes_as_with_vllm(tiny):
+    change(tiny, drop("layers.1.self_attn.o_proj.weight"))
+    engine(tiny, load_format="weightloaders:local", model_loader_extra_config={"watch": False})
+
+
+def test_rules_lead_from_other_names_to_those_of_the_model(tiny):
+    tokens = written(engine(tiny))
+    change(tiny, lambda tensors: [tensors.update({f"backbone.{n}": tensors.pop(n)}) for n in list(tensors)])
+    rules = {"rename": {"backbone": ""}}
+    cleanup_dist_env_and_memory()
+    llm = engine(tiny, load_format="weightloaders", model_loader_extra_config={"loader": "local", "rules": rules})
+    assert written(llm) == tokens
+
+
+def test_a_reload_gives_the_new_weights_and_refuses_incomplete_ones_before_anything_changes(tiny, tmp_path):
+    other = tiny_checkpoint(tmp_path / "other", seed=1)
+    llm = engine(tiny, load_format="weightloaders:local", enable_prefix_caching=False)
+    first = written(llm)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    second = written(llm)
+    assert second != first
+
+    damaged = tiny_checkpoint(tmp_path / "damaged")
+    change(damaged, drop("layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(PlanError, match=r"there is no 'model\.layers\.1\.self_attn\.k_proj\.weight'"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(damaged)})
+    assert written(llm) == second
+
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
+    assert written(llm) == first
+    llm.collective_rpc("reload_weights")
+    assert written(llm) == first
+
+
+def test_the_guides_loader_serves_an_in_house_format(tiny, tmp_path, monkeypatch):
+    guide = (PREPARED.parent / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
+    (tmp_path / "inhouse.py").write_text(re.search(r"file: inhouse.py -->\n```python\n(.*?)```", guide, re.DOTALL)[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entries, blob = {}, b""
+    for name, tensor in load_file(tiny / "model.safetensors").items():
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        entries[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), len(blob), len(data)]
+        blob += data
+    tokens = written(engine(tiny))
+    cleanup_dist_env_and_memory()
+    (tiny / "model.safetensors").unlink()
+    (tiny / "weights.json").write_text(json.dumps(entries))
+    (tiny / "weights.blob").write_bytes(blob)
+    config = {"loader": "inhouse:InHouseLoader"}
+    assert written(engine(tiny, load_format="weightloaders", model_loader_extra_config=config)) == tokens
+
+
+# ------------------------------------------------------------------ what is asked for
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"load_format": "weightloaders:locl"}, "did you mean 'local'"),
+        ({"load_format": "weightloaders", "model_loader_extra_config": {"loder": "local"}}, "'loder' is unknown"),
+        (
+            {
+                "load_format": "weightloaders",
+                "model_loader_extra_config": {"loader": "local", "kwargs": {"patern": "*"}},
+            },
+            "patern",
+        ),
+        ({"load_format": "weightloaders:hf", "model_loader_extra_config": {"loader": "local"}}, "two loaders"),
+        ({"load_format": "weightloaders", "model_loader_extra_config": {"on_missing": "never"}}, "never"),
+    ],
+)
+def test_a_mistake_is_told_before_an_engine_starts(options, said, tiny):
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(ConfigError, match=said):
+        EngineArgs(model=str(tiny), **options).create_load_config()
+
+
+def test_registering_twice_changes_nothing(smollm2):
+    import weightloaders_vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor import model_loader
+
+    weightloaders_vllm.register()
+    before = dict(model_loader._LOAD_FORMAT_TO_MODEL_LOADER), EngineArgs.create_load_config
+    weightloaders_vllm.register()
+    assert (model_loader._LOAD_FORMAT_TO_MODEL_LOADER, EngineArgs.create_load_config) == before
+    assert {"weightloaders", "weightloaders:local", "weightloaders:binary"} <= before[0].keys()
