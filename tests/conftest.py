@@ -47,13 +47,17 @@ def _is_third_party(distribution: metadata.Distribution) -> bool:
 _THIRD_PARTIES = {(d.name, str(d.locate_file(""))) for d in metadata.distributions() if _is_third_party(d)}
 
 
+@pytest.fixture(scope="session")
+def third_parties() -> str:
+    """Plugins that happen to be installed, as `WEIGHTLOADERS_DISABLE` takes them, for processes that tests start."""
+    return ",".join(name for name, _ in _THIRD_PARTIES)
+
+
 @pytest.fixture(autouse=True)
-def third_parties() -> Iterator[str]:
+def nothing_but_ours() -> Iterator[None]:
     """Plugins that happen to be installed are hidden from these tests; those that a test installs are not.
 
-    Not from those of the plugins themselves, which may run in the same process.
-
-    Processes that a test starts see them. There `WEIGHTLOADERS_DISABLE` with this value switches them off.
+    For a test at a time: the plugins' own tests may run in the same process.
     """
     distributions = metadata.distributions
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +68,7 @@ def third_parties() -> Iterator[str]:
                 d for d in distributions(**where) if (d.name, str(d.locate_file(""))) not in _THIRD_PARTIES
             ),
         )
-        yield ",".join(name for name, _ in _THIRD_PARTIES)
+        yield
 
 
 def pytest_unconfigure() -> None:

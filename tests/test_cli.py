@@ -992,3 +992,11 @@ def test_generate_takes_weights_from_elsewhere(bare, tensors, tmp_path):
     assert "--on-missing model.norm.weight=warn" in failed.stderr
     assert failed.stdout == ""
     run("generate", bare, "w5", "--weights", gap, "--on-missing", "model.norm.weight=warn", "-q")
+
+
+def test_a_glob_is_an_option_as_it_is(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "one.safetensors")
+    save_file({"v": torch.ones(2)}, tmp_path / "two.safetensors")
+    output = run("inspect", tmp_path, "--loader", "local", "--option", "file_pattern=*two*").stdout
+    assert re.search(r"^v ", output, re.MULTILINE)
+    assert not re.search(r"^w ", output, re.MULTILINE)

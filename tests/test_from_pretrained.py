@@ -437,3 +437,10 @@ def test_all_arguments_are_known_that_may_be_misspelt() -> None:
     own = given - {"source", "model", "model_kwargs"}
     assert own <= set(ARGUMENTS)
     assert set(ARGUMENTS) - own == {*HUB_OPTIONS, "quantization_config"} - own
+
+
+def test_the_loader_by_the_name_that_it_has_elsewhere_is_told(folders: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"from_pretrained has no argument 'weight_loader', .* here it is 'loader'"):
+        from_pretrained(folders("llama"), weight_loader="local")
+    with pytest.raises(ConfigError, match=r"LLM has no argument 'loader'; did you mean 'weight_loader'\?"):
+        LLM(folders("llama"), loader="local")

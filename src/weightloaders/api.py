@@ -257,6 +257,9 @@ def from_pretrained(
     context = load_context(
         rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer, device_map
     )
+    for said, name in (("weight_loader", "loader"), ("weight_loader_kwargs", "loader_kwargs")):
+        if said in model_kwargs:
+            raise ConfigError(f"from_pretrained has no argument {said!r}, which is LLM's; here it is {name!r}")
     prepared = prepare(
         source,
         context,

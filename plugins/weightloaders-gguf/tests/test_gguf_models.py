@@ -1,7 +1,9 @@
 """Whole models of every architecture: names, layouts and configs, as transformers' own loading has them, to the bit."""
 
+import struct
 import warnings
 
+import gguf_bytes as raw
 import gguf_models
 import pytest
 import torch
@@ -11,7 +13,13 @@ from weightloaders_gguf import GgufLoader
 from weightloaders_gguf.names import ARCHITECTURES
 
 import weightloaders as wl
-from weightloaders.errors import CheckpointFormatError, ModelError, PlanError
+from weightloaders.errors import (
+    CheckpointFormatError,
+    DuplicateTensorError,
+    ModelError,
+    PlanError,
+    UnsupportedDtypeError,
+)
 
 NEWER = ("qwen35", "qwen35moe", "lfm2")
 # transformers looks for these under other names than the converter gives them.
@@ -272,3 +280,140 @@ def test_a_config_that_the_file_lacks_is_asked_for(tmp_path):
     with pytest.raises(ModelError, match="does not say what transformers needs") as raised:
         wl.from_pretrained(path)
     assert "config=" in raised.value.hint
+
+
+# ------------------------------------------------------------------ what does not fit its place
+
+
+def opened(folder, architecture, tensors, kinds=None, **said):
+    properties = {f"{architecture}.{key.replace('__', '.')}": value for key, value in said.items()}
+    return wl.open_weights(gguf_models.write(folder / "a.gguf", tensors, architecture, properties, kinds))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "name", "said"),
+    [
+        ("gemma2", "blk.0.attn_norm.weight", {}),
+        ("nemotron", "output_norm.weight", {}),
+        ("mamba", "blk.0.ssm_a", {}),
+        (
+            "qwen35",
+            "blk.0.ssm_a",
+            {
+                "block_count": 1,
+                "ssm__group_count": 2,
+                "ssm__time_step_rank": 4,
+                "ssm__inner_size": 4,
+                "ssm__state_size": 1,
+            },
+        ),
+    ],
+)
+def test_integers_are_refused_where_numbers_are_reckoned_from_them(tmp_path, architecture, name, said, dtype):
+    with pytest.raises(UnsupportedDtypeError, match="floating point") as raised:
+        opened(tmp_path, architecture, {name: torch.arange(1, 5).to(dtype)}, **said)
+    assert (raised.value.tensor, raised.value.file) == (name, str(tmp_path / "a.gguf"))
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_norms_of_any_floating_point_are_reckoned_with(tmp_path, dtype):
+    with opened(tmp_path, "gemma2", {"output_norm.weight": torch.arange(1, 5).to(dtype)}) as weights:
+        assert weights["model.norm.weight"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "fits"),
+    [
+        (torch.int8, torch.float32, False),
+        (torch.float16, torch.int64, False),
+        (torch.int8, torch.int16, False),
+        (torch.int8, torch.int8, True),
+        (torch.float16, torch.float32, True),
+    ],
+    ids=str,
+)
+def test_integers_are_never_stacked_with_others(tmp_path, gate, up, fits):
+    names = ("blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight")
+    tensors = {name: torch.ones(1, 2, 2).to(dtype) for name, dtype in zip(names, (gate, up), strict=True)}
+    if fits:
+        with opened(tmp_path, "qwen3moe", tensors) as weights:
+            assert torch.equal(weights["model.layers.0.mlp.experts.gate_up_proj"], torch.ones(1, 4, 2))
+        return
+    with pytest.raises(CheckpointFormatError, match="don't fit together") as raised:
+        opened(tmp_path, "qwen3moe", tensors)
+    assert raised.value.tensor in names
+
+
+def test_a_tensor_whose_blocks_reach_across_rows_is_refused_where_rows_move(tmp_path):
+    with pytest.raises(UnsupportedDtypeError, match="reach across its rows") as raised:
+        opened(tmp_path, "llama", {"blk.0.attn_q.bias": torch.ones(64)}, lambda *_: "Q8_0", attention__head_count=2)
+    assert raised.value.tensor == "blk.0.attn_q.bias"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("gpt-oss", ["blk.0.ffn_norm.weight", "blk.0.post_attention_norm.weight"]),
+        ("gemma4", ["blk.0.layer_output_scale.weight", "blk.0.layer_output_scale"]),
+        ("qwen2", ["output_norm.weight", "model.norm.weight"]),
+        ("qwen3moe", ["blk.0.ffn_down_exps.weight", "model.layers.0.mlp.experts.down_proj"]),
+    ],
+)
+def test_two_tensors_of_one_name_in_transformers_are_both_named(tmp_path, architecture, names):
+    with pytest.raises(DuplicateTensorError, match=r"both model\.") as raised:
+        opened(tmp_path, architecture, {name: torch.ones(2, 2, 2) for name in names})
+    assert all(name in raised.value.message for name in names)
+    assert raised.value.tensor == names[1]
+
+
+@pytest.mark.parametrize("number", ["00", "01", "\u0660", "1234567890"])
+def test_a_layer_is_only_what_llama_cpp_would_call_so(tmp_path, number):
+    names = ["blk.0.attn_norm.weight", f"blk.{number}.attn_norm.weight"]
+    with opened(tmp_path, "llama", {name: torch.ones(4) for name in names}) as weights:
+        assert set(weights) == {"model.layers.0.input_layernorm.weight", names[1]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "shape"),
+    [
+        *(("qwen35", f"blk.0.{leaf}", ()) for leaf in (
+            "ssm_out.weight", "ssm_conv1d.weight", "attn_qkv.weight", "attn_gate.weight", "ssm_alpha.weight",
+            "ssm_dt.bias", "ssm_a",
+        )),
+        ("mamba", "blk.0.ssm_conv1d.weight", ()),
+        ("lfm2", "blk.0.shortconv.conv.weight", (4,)),
+        ("bloom", "blk.0.attn_qkv.weight", ()),
+        ("bloom", "blk.0.attn_qkv.bias", ()),
+        ("llama", "blk.0.attn_q.weight", ()),
+        ("qwen2moe", "blk.0.ffn_gate_inp_shexp.weight", ()),
+        *(("gpt-oss", "blk.0.ffn_down_exps.weight", shape) for shape in ((), (4,), (0,), (2, 2), (1, 2, 2, 2))),
+    ],
+)  # fmt: skip
+def test_tensors_of_other_dimensions_than_the_models_are_named(tmp_path, architecture, name, shape):
+    said = {"block_count": 1, "attention__head_count": 1, "ssm__group_count": 1, "ssm__time_step_rank": 1}
+    with pytest.raises(CheckpointFormatError, match="dimensions") as raised:
+        opened(tmp_path, architecture, {name: torch.ones(shape)}, ssm__inner_size=1, ssm__state_size=0, **said)
+    assert raised.value.tensor == name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "leaf", "dims"),
+    [("llama", "attn_q.weight", (0, 1 << 40)), ("qwen35", "ssm_out.weight", (1 << 40, 0))],
+)
+def test_an_empty_tensor_of_endless_rows_is_arranged_at_once(tmp_path, architecture, leaf, dims):
+    said = {"block_count": 1, "attention.head_count": 1, "ssm.group_count": 1, "ssm.time_step_rank": 1}
+    pairs = [raw.number(f"{architecture}.{key}", value) for key, value in {**said, "ssm.state_size": 1}.items()]
+    size = raw.pair(f"{architecture}.ssm.inner_size", 10, struct.pack("<Q", 1 << 40))
+    path = tmp_path / "a.gguf"
+    path.write_bytes(
+        raw.gguf_file(
+            (raw.string("general.architecture", architecture), *pairs, size),
+            (raw.tensor(f"blk.0.{leaf}", dims),),
+            bytes(32),
+        )
+    )
+    with wl.open_weights(path) as weights:
+        (name,) = weights
+        assert weights[name].shape == dims[::-1]

@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel, MistralConfig
+from typer.testing import CliRunner
 
 from weightloaders import LLM, SamplingParams, WeightLoaderRegistry, from_pretrained, load_into, open_weights, plan_load
+from weightloaders.cli.main import app
 from weightloaders.errors import IncompleteCheckpointError, ModelError, OptionsError, PlanError, SourceNotFoundError
 
 SIZES = {
@@ -187,6 +189,22 @@ def test_a_plan_for_transformers_names_says_nothing_of_rules_that_are_not_for_it
     plan = plan_load(llama(seed=1), dict(reference.state_dict()))
     assert "attention.wq" not in str(plan)
     assert "wq" not in " ".join(finding.message for finding in plan.findings)
+
+
+def test_rules_that_were_not_for_a_checkpoint_decided_nothing(reference):
+    assert plan_load(llama(), reference.state_dict()).decided_by == ["transformers' conversions", "names"]
+    assert "rules of weightloaders-meta" in str(plan_load(llama(), as_meta(reference)).decided_by)
+
+
+def test_a_conversion_leaves_a_config_out_that_is_not_that_of_these_names(tmp_path, reference):
+    source = folder_of(tmp_path / "meta", reference)
+    arguments = ["convert", str(source), str(tmp_path / "out"), "--to", "safetensors", "--loader", "meta"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "the config is left out" in result.stderr
+    assert not (tmp_path / "out" / "config.json").exists()
+    with open_weights(tmp_path / "out") as weights:
+        assert "tok_embeddings.weight" in weights
 
 
 def test_other_models_are_left_alone():

@@ -171,7 +171,7 @@ class _Stderr:
 
 
 def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
-    """Options of a loader from ``name=value`` arguments, each value read as YAML.
+    """Options of a loader from ``name=value`` arguments, each value read as YAML; one with a star in front is text.
 
     Raises:
         OptionsError: If an argument has another form, or a name is given twice.
@@ -186,7 +186,8 @@ def loader_options(given: Sequence[str] | None) -> dict[str, Any]:
         if name in options:
             raise OptionsError(f"--option {name} is given twice")
         try:
-            options[name] = parse_yaml(text)
+            # A glob, whose star would make it an alias.
+            options[name] = text if text.startswith("*") else parse_yaml(text)
         except ValueError as error:
             raise OptionsError(f"the value of --option {name} is no valid YAML: {error}") from error
     return options

@@ -113,12 +113,19 @@ def convert_source(
     _check_free(target)
     is_one_file = to is Format.SAFETENSORS and target.suffix == ".safetensors"
     reader = WeightLoaderRegistry.resolve(loader, loader_options(option), source=as_name(source))
-    companions = {} if is_one_file else _companions(_model_folder(reader, source), wanted)
+    folder = _model_folder(reader, source)
+    companions = {} if is_one_file else _companions(folder, wanted)
     with open_to_read(source, reader) as opened, Progress(settings.progress) as progress:
         laid_out = (
             opened if rules is like is None else _laid_out(opened, rules, like, _config(model, source), on_missing)
         )
         weights = _cast(laid_out, wanted)
+        if _CONFIG in companions and folder != _at_home(source) and not _describes(folder, weights):
+            del companions[_CONFIG]
+            remark(
+                "the config is left out: it describes a model in which other names stand than these weights have; "
+                "from_pretrained and save_weights write it with its weights"
+            )
         read = _counted(weights, progress)
         if is_one_file:
             with made_folder(target.parent):
@@ -257,6 +264,18 @@ def _model_folder(reader: BaseWeightLoader, source: str) -> Path:
         else:
             return found if isinstance(found, Path) else _at_home(source)
     return _at_home(source)
+
+
+def _describes(folder: Path, weights: Weights) -> bool:
+    """Whether a config that a loader has made is that of a model with names as these weights have."""
+    from weightloaders.skeleton import build_skeleton
+
+    try:
+        names = {name for name, _ in build_skeleton(str(folder)).model.named_parameters()}
+    except ModelError:
+        # Then nobody can build a wrong model by it, either.
+        return True
+    return any(name in names for name in weights)
 
 
 def _companions(source: Path, dtype: torch.dtype | None) -> dict[str, Path | str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Near enough to one of our own parameters to be a slip rather than an argument for the model.
 _SLIP = 0.8
+_ELSEWHERE = {"loader": "weight_loader", "loader_kwargs": "weight_loader_kwargs", "source": "model"}
 
 
 class LLM:
@@ -313,6 +314,7 @@ def _check(name: str, value: object, kind: Any, said: str) -> None:
 def _refuse_slips(model_kwargs: Mapping[str, Any]) -> None:
     own = inspect.signature(LLM).parameters.keys() - {"model_kwargs"}
     for name in model_kwargs:
-        close = difflib.get_close_matches(name, sorted(own), 1, _SLIP)
+        # What `from_pretrained` calls so.
+        close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, sorted(own), 1, _SLIP)
         if close:
             raise ConfigError(f"LLM has no argument {name!r}; did you mean {close[0]!r}?")

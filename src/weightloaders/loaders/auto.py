@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.discovery import KNOWN_PACKAGES
-from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceNotFoundError, summary
+from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceError, SourceNotFoundError, summary
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
 from weightloaders.weights.file_names import reader_of, suffix_of
@@ -100,6 +100,10 @@ class AutoLoader(BaseWeightLoader):
                     answer = ask(loader)
                 except KeyboardInterrupt:
                     raise
+                except SourceError as error:
+                    # It could not look: the source is at fault.
+                    reasons[candidate.name] = error.message
+                    continue
                 except BaseException as error:  # noqa: BLE001 -- one broken loader never hides another
                     logger.warning("the loader %r failed while it was asked: %s", candidate.name, summary(error))
                     reasons[candidate.name] = f"failed with {summary(error)}"

@@ -21,12 +21,13 @@ from weightloaders.errors import (
 )
 from weightloaders.loading.context import LoadContext, current_context, within
 from weightloaders.loading.nesting import alone
-from weightloaders.loading.preparing import make_ties, mappers_for, targets_of
+from weightloaders.loading.preparing import make_ties, mappers_for, rules_of, targets_of
 from weightloaders.loading.running import run
 from weightloaders.loading.streaming import load_stream
 from weightloaders.loading.watching import load_by_loader, load_by_model, own_load_weights
 from weightloaders.mapping import transformers as hf
 from weightloaders.mapping.dtypes import may_cast
+from weightloaders.mapping.rules import RuleMapper
 from weightloaders.planner import Planner
 from weightloaders.proving import proved
 from weightloaders.targets import check_is_module
@@ -242,7 +243,8 @@ def _plan(model: nn.Module, weights: Weights, targets: Targets, context: LoadCon
         automatic_from=position,
     )
     plan = planner.plan(weights.infos(), notes=weights.notes, skipped=weights.skipped_files)
-    plan.decided_by[:0] = decided_by
+    idle = {rules_of(m.origin) for m in mappers if isinstance(m, RuleMapper) and m.origin and not m.used}
+    plan.decided_by[:0] = [who for who in decided_by if who not in idle]
     plan.forecaster = partial(forecast, options=context.transfer, devices=context.device)
     return plan
 

@@ -102,10 +102,15 @@ def mappers_for(model: nn.Module, targets: Targets, context: LoadContext) -> tup
     if context.automatic:
         for plugin, rules in hooks.rules_for(model):
             mappers.append(RuleMapper(rules, own, config=config, automatic=True, origin=plugin))
-            decided_by.append(f"rules of {plugin}")
+            decided_by.append(rules_of(plugin))
         mappers.append(SpellingMapper(own))
     decided_by.append("names")
     return mappers, decided_by, position
+
+
+def rules_of(plugin: str) -> str:
+    """How a plugin's rules are called among what decided."""
+    return f"rules of {plugin}"
 
 
 def make_ties(model: nn.Module, context: LoadContext, filled: Iterable[str]) -> None:

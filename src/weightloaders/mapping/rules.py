@@ -182,8 +182,14 @@ class RuleMapper:
         self._source_index = PatternIndex([convert.sources[slot] for convert, slot in self._sources])
         self._groups: dict[tuple[int, tuple[str, ...]], Group] = {}
         self._unused: dict[int, Rule] = {id(rule): rule for rule in rules}
+        self._count = len(self._unused)
         # Module -> the rule that takes its weight and nothing else of it.
         self._without_companions: dict[str, Rule] = {}
+
+    @property
+    def used(self) -> bool:
+        """Whether any of the rules matched a name so far."""
+        return len(self._unused) < self._count
 
     def unused(self) -> list[str]:
         """The rules that matched nothing, once all names have been claimed."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from weightloaders import TensorInfo
-from weightloaders.errors import CheckpointFormatError
+from weightloaders.errors import CheckpointFormatError, DuplicateTensorError
 from weightloaders_gguf.header import Array
 from weightloaders_gguf.names import split
 
@@ -81,24 +81,32 @@ def arranged(parts: Sequence[Part], name: str, properties: Properties) -> Tensor
 
     Raises:
         CheckpointFormatError: If they don't fit together, or the header does not say what it takes to arrange them.
+        DuplicateTensorError: If they are several tensors of one name, not the pieces of one.
+        UnsupportedDtypeError: If numbers of their type can't be arranged.
     """
     by_leaf = {split(part.name)[2]: part for part in parts}
     together = _TOGETHER.get(properties.architecture, {})
     for leaves, put_together in together.items():
         if set(leaves) == by_leaf.keys():
             return put_together([by_leaf[leaf] for leaf in leaves], name)
-    if len(parts) > 1 or (name.endswith(_FUSED) and together):
-        found, lacking = next(
-            (sorted(by_leaf.keys() & set(leaves)), sorted(set(leaves) - by_leaf.keys()))
-            for leaves in together
-            if by_leaf.keys() & set(leaves)
-        )
-        raise CheckpointFormatError(
-            f"{name} is made of several tensors, of which {', '.join(found)} is there, and {', '.join(lacking)} is not",
-            file=parts[0].source.name,
-            tensor=parts[0].name,
+    if len(parts) > 1:
+        one, other = parts[:2]
+        raise DuplicateTensorError(
+            f"{one.name!r} of {one.source.name} and {other.name!r} of {other.source.name} are both {name} in "
+            "transformers",
+            file=other.source.name,
+            tensor=other.name,
+            hint="the file was put together wrongly: convert the model again",
         )
     (part,) = parts
+    (leaf,) = by_leaf
+    lacking = next((other for leaves in together if leaf in leaves for other in leaves if other != leaf), None)
+    if lacking is not None:
+        raise CheckpointFormatError(
+            f"{name} is made of two tensors, of which {leaf} is there, and {lacking} is not",
+            file=part.source.name,
+            tensor=part.name,
+        )
     arrange = _ARRANGING.get(properties.architecture, _as_it_is)
     return arrange(part, name, properties)
 
@@ -118,7 +126,10 @@ def _llama(part: Part, name: str, properties: Properties) -> TensorInfo:
     heads = properties.number("attention.head_count", layer=layer)
     if leaf.startswith("attn_k."):
         heads = properties.number("attention.head_count_kv", heads, layer=layer)
-    rows = part.shape[0] if part.shape else 0
+    _check_dims(part, 1, 2)
+    if not part.stored.nbytes:
+        return _as_it_is(part, name)
+    rows = part.shape[0]
     width = rows // heads if heads else 0
     order = [*range(0, width - width % 2, 2), *range(1, width, 2)]
     return part.in_groups(heads, order).whole(name, part.shape)
@@ -138,24 +149,26 @@ def _less_one(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
 def _mamba(part: Part, name: str, properties: Properties) -> TensorInfo:  # noqa: ARG001
     leaf = split(part.name)[2]
     if leaf == "ssm_conv1d.weight":
-        return _with_axis(part, name, 1)
+        return _with_axis(part, name, 1, 2)
     if leaf == "ssm_a":
         return part.each(lambda numbers: np.log(-numbers)).whole(name, part.shape)
     return _as_it_is(part, name)
 
 
 def _lfm2(part: Part, name: str, properties: Properties) -> TensorInfo:  # noqa: ARG001
-    return _with_axis(part, name, 1) if part.name.endswith("shortconv.conv.weight") else _as_it_is(part, name)
+    return _with_axis(part, name, 1, 2) if part.name.endswith("shortconv.conv.weight") else _as_it_is(part, name)
 
 
-def _with_axis(part: Part, name: str, at: int, dims: int | None = None) -> TensorInfo:
-    if len(part.shape) == dims:
-        return _as_it_is(part, name)
+def _with_axis(part: Part, name: str, at: int, dims: int) -> TensorInfo:
+    """A tensor that transformers has with one axis more, of one, than the so many that llama.cpp leaves it."""
+    _check_dims(part, dims)
     return part.numbers().whole(name, (*part.shape[:at], 1, *part.shape[at:]))
 
 
 def _qwen2moe(part: Part, name: str, properties: Properties) -> TensorInfo:  # noqa: ARG001
-    return _with_axis(part, name, 0, 2) if "ffn_gate_inp_shexp" in part.name else _as_it_is(part, name)
+    # Some files have it as transformers has.
+    is_row = "ffn_gate_inp_shexp" in part.name and len(part.shape) != 2
+    return _with_axis(part, name, 0, 1) if is_row else _as_it_is(part, name)
 
 
 def _gpt2(part: Part, name: str, properties: Properties) -> TensorInfo:  # noqa: ARG001
@@ -173,7 +186,8 @@ def _bloom(part: Part, name: str, properties: Properties) -> TensorInfo:
     if "attn_qkv" not in part.name:
         return _as_it_is(part, name)
     heads = properties.heads("attention.head_count")
-    rows = part.shape[0] if part.shape else 0
+    _check_dims(part, 1, 2)
+    rows = part.shape[0]
     if rows % (3 * heads):
         raise CheckpointFormatError(
             f"tensor {part.name!r} has {rows} rows, which are not q, k and v of {heads} heads",
@@ -192,7 +206,17 @@ def _bloom(part: Part, name: str, properties: Properties) -> TensorInfo:
 def _gpt_oss(part: Part, name: str, properties: Properties) -> TensorInfo:  # noqa: ARG001
     if split(part.name)[2] != "ffn_down_exps.weight":
         return _as_it_is(part, name)
+    _check_dims(part, 3)
     return _transposed_experts(part.numbers(), name, part.shape)
+
+
+def _check_dims(part: Part, *allowed: int) -> None:
+    if len(part.shape) not in allowed:
+        raise CheckpointFormatError(
+            f"tensor {part.name!r} of shape {list(part.shape)} should have {allowed[-1]} dimensions",
+            file=part.source.name,
+            tensor=part.name,
+        )
 
 
 def _transposed_experts(run: Any, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -256,20 +280,25 @@ def _value_rows(part: Part, name: str, keys: int, per_key: int, width: int, befo
     single = leaf in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_dt.bias")
     after = before if leaf in ("attn_qkv.weight", "ssm_conv1d.weight") else 0
     moves = _grouped(keys, per_key, 1 if single else width, after)
-    _check_rows(part, moves, part.shape[0] if part.shape else 1)
+    _check_dims(part, 1 if leaf == "ssm_dt.bias" else 2)
+    _check_rows(part, moves, part.shape[0])
     shape = (part.shape[0], 1, *part.shape[1:]) if leaf == "ssm_conv1d.weight" else part.shape
     return part.numbers().rows(name, shape, moves)
 
 
 def _value_columns(part: Part, name: str, keys: int, per_key: int, width: int, before: int) -> TensorInfo:  # noqa: ARG001
     moves = _grouped(keys, per_key, width)
-    _check_rows(part, moves, part.shape[-1] if part.shape else 1)
+    _check_dims(part, 2)
+    _check_rows(part, moves, part.shape[-1])
+    if not part.stored.nbytes:
+        return _as_it_is(part, name)
     return part.in_columns(_rows(moves)).whole(name, part.shape)
 
 
 def _decay(part: Part, name: str, keys: int, per_key: int, width: int, before: int) -> TensorInfo:  # noqa: ARG001
     moves = _grouped(keys, per_key, 1)
-    _check_rows(part, moves, part.shape[0] if len(part.shape) == 1 else -1)
+    _check_dims(part, 1)
+    _check_rows(part, moves, part.shape[0])
     order = _rows(moves)
 
     def logarithm(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -294,8 +323,6 @@ _QWEN35_VALUES: dict[str, Callable[[Part, str, int, int, int, int], TensorInfo]]
 
 # ------------------------------------------------------------------ several that become one
 
-_FUSED = ("experts.gate_up_proj", "experts.gate_up_proj_bias")
-
 
 def _stacked(parts: Sequence[Part], name: str) -> TensorInfo:
     """Gate above up in each expert."""
@@ -304,6 +331,8 @@ def _stacked(parts: Sequence[Part], name: str) -> TensorInfo:
         raise _unlike(gate, up)
     experts, rows, columns = gate.shape
     runs = [part.numbers() for part in parts]
+    if gate.dtype != up.dtype and not (gate.dtype.is_floating_point and up.dtype.is_floating_point):
+        raise _unlike(gate, up)
     dtype = functools.reduce(torch.promote_types, (run.dtype for run in runs))
     extents = [run.extent(gate.shape, at=(0, at * rows, 0)) for at, run in enumerate(runs)]
     return TensorInfo(name, dtype, (experts, 2 * rows, columns), extents)
@@ -328,9 +357,10 @@ def _interleaved_biases(parts: Sequence[Part], name: str) -> TensorInfo:
 
 def _unlike(gate: Part, up: Part) -> CheckpointFormatError:
     return CheckpointFormatError(
-        f"the tensors {gate.name!r} {list(gate.shape)} and {up.name!r} {list(up.shape)} are to be one, but don't fit",
-        file=gate.source.name,
-        tensor=gate.name,
+        f"the tensors {gate.name!r} ({gate.type.name}, {list(gate.shape)}) and {up.name!r} ({up.type.name}, "
+        f"{list(up.shape)}) are to be one, but don't fit together",
+        file=up.source.name,
+        tensor=up.name,
     )
 
 

@@ -114,7 +114,8 @@ def _arranged(parts: Sequence[Part], table: Names, properties: Properties, notes
     groups: defaultdict[str, list[Part]] = defaultdict(list)
     helpers = []
     for part in parts:
-        if HELPERS.fullmatch(part.name) or split(part.name)[1] in left_out:
+        layer = split(part.name)[1]
+        if HELPERS.fullmatch(part.name) or (layer is not None and layer in left_out):
             helpers.append(part.name)
         else:
             # What transformers has no name for keeps its own, and is then reported as unexpected.

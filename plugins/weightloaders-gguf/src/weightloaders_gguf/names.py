@@ -98,7 +98,7 @@ class Names:
 
 def split(name: str) -> tuple[str, int | None, str]:
     """``"enc.blk.3.attn_q.weight"`` → ``("enc", 3, "attn_q.weight")``; no number where it belongs to no layer."""
-    match = re.fullmatch(r"(?:(\w+)\.)?blk\.(\d{1,9})\.(.+)", name)
+    match = re.fullmatch(r"(?:(\w+)\.)?blk\.(0|[1-9][0-9]{0,8})\.(.+)", name)
     return (match[1] or "", int(match[2]), match[3]) if match else ("", None, name)
 
 

@@ -63,14 +63,14 @@ class Part:
 
     def each(self, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Run:
         """What a function makes of each of its numbers."""
-        decode, blocks = decoder(self.type, self.byteorder), self.stored.nbytes // self.type.nbytes
+        decode, blocks = self._floats(), self.stored.nbytes // self.type.nbytes
         return self._made(
             self.type.nbytes, 4 * self.type.elements, blocks, lambda raw: function(decode(raw)), torch.float32
         )
 
     def computed(self, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> Run:
         """What a function makes of its numbers, which it needs all at once; for small tensors."""
-        decode = decoder(self.type, self.byteorder)
+        decode = self._floats()
         return self._made(
             self.stored.nbytes, 4 * math.prod(self.shape), 1, lambda stored: function(decode(stored)[0]), torch.float32
         )
@@ -84,8 +84,16 @@ class Part:
                 file=self.source.name,
                 tensor=self.name,
             )
-        if not rows or not self.stored.nbytes:
+        if not self.stored.nbytes:
             return self.numbers()
+        if self.is_coded and math.prod(self.shape[1:]) % self.type.elements:
+            raise UnsupportedDtypeError(
+                f"tensor {self.name!r} of shape {list(self.shape)} is stored as {self.type.name}, in blocks of "
+                f"{self.type.elements} numbers that reach across its rows, which have to be put in another order",
+                file=self.source.name,
+                tensor=self.name,
+                hint="llama.cpp stores such a tensor as F32: convert the model again",
+            )
         arrange = in_order(order)
         stored = self.stored.nbytes // groups
         if not self.is_coded:
@@ -127,6 +135,18 @@ class Part:
         return self._made(
             stored, made, rows, lambda one, two: np.stack([decode(one), decode(two)], axis=1), places=places
         )
+
+    def _floats(self) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
+        """What turns its bytes into numbers to reckon with."""
+        if not self.dtype.is_floating_point:
+            raise UnsupportedDtypeError(
+                f"tensor {self.name!r} is stored as {self.type.name}, but what transformers has is reckoned from it, "
+                "for which it takes floating point",
+                file=self.source.name,
+                tensor=self.name,
+                hint="llama.cpp stores such a tensor as F32: convert the model again",
+            )
+        return decoder(self.type, self.byteorder)
 
     def _made(
         self,
