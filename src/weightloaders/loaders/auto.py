@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.discovery import KNOWN_PACKAGES
-from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceError, SourceNotFoundError, summary
+from weightloaders.errors import (
+    BrokenPluginError,
+    CheckpointFormatError,
+    OptionsError,
+    SourceError,
+    SourceNotFoundError,
+    summary,
+)
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
 from weightloaders.weights.file_names import reader_of, suffix_of
