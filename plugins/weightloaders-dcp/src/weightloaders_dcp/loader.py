@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -59,7 +60,7 @@ class DcpLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is such a folder, or a file of one."""
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
         if place.is_dir():
             return cls.probe_listing(wl.FolderListing(place))
         if place.is_file():
@@ -84,7 +85,7 @@ class DcpLoader(wl.BaseWeightLoader):
 
 
 def _listing(place: str) -> wl.FolderListing:
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     if path.is_dir():
         return wl.FolderListing(path)
     if path.is_file():

@@ -6,6 +6,7 @@ tensors have the names and the layout of vLLM's own models, cut for a rank, and 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,7 +68,7 @@ class ShardedStateLoader(wl.BaseWeightLoader):
             DuplicateTensorError: If a tensor is in two parts, or differs between ranks where it should be the same.
             CheckpointFormatError: If slices don't fit each other, or a file is damaged.
         """
-        path = Path(model_name_or_path).expanduser()
+        path = Path(os.path.expanduser(model_name_or_path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
         if not path.is_dir():
             raise SourceNotFoundError(f"there is no folder {path}", file=path, hint="give the folder that vLLM wrote")
         return self.get_listed_weights(wl.FolderListing(path))
@@ -99,7 +100,7 @@ class ShardedStateLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a folder with such files."""
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
         return cls.probe_listing(wl.FolderListing(place)) if place.is_dir() else wl.Probe.no("no folder")
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -62,9 +63,9 @@ def place_of(text: str) -> Place:
     Raises:
         SourceNotFoundError: If there is no such file or folder.
     """
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     head, colon, tag = text.rpartition(":")
-    if colon and tag and not _exists(path) and (folder := Path(head or ".").expanduser()).is_dir():
+    if colon and tag and not _exists(path) and (folder := Path(os.path.expanduser(head or "."))).is_dir():  # noqa: PTH111
         return Place(FolderListing(folder), tag=tag)
     if path.is_dir():
         return Place(FolderListing(path))
