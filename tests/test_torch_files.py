@@ -742,6 +742,137 @@ def test_a_watched_file_is_not_refused_for_bytes_that_look_like_calls() -> None:
         assert_same(read(reordered), tagged)
 
 
+P2 = b"\x80\x02"
+
+
+def text(value: str) -> bytes:
+    """The opcode that pushes a text."""
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def legacy_of(pickled: bytes) -> CountingSource:
+    """A file as an old torch lays it out, without storages, around a pickle of one's own."""
+    system = {"protocol_version": 1001, "little_endian": True}
+    start = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, system))
+    return CountingSource(start + pickled + pickle.dumps([], 2))
+
+
+LAYOUTS = pytest.mark.parametrize("lay_out", [zip_of, legacy_of], ids=["zip", "legacy"])
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"ctorch\nFloatTensor\nK\x03K\x04\x86R",
+        b"ctorch\nFloatTensor\nK\x03K\x04\x86\x81",
+        b"ctorch\nTensor\nK\x03\x85R",
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nTensor\nctorch\nTensor\nK\x03\x85}tR",
+    ],
+    ids=["call", "new", "plain", "in disguise"],
+)
+def test_a_tensor_of_a_size_alone_is_refused_for_the_file_has_no_bytes_for_it(
+    lay_out: Callable[[bytes], CountingSource], call: bytes
+) -> None:
+    with pytest.raises(CheckpointFormatError, match="no data for the tensor 'weight'") as refused:
+        read_torch(lay_out(P2 + b"}" + text("weight") + call + b"s."))
+    assert refused.value.tensor == "weight"
+
+
+def shared_lists(times: int, levels: int) -> bytes:
+    """Pushes lists, each of which holds the one before so many times."""
+    lists = b"]q\x00"
+    for level in range(1, levels):
+        lists += b"]q" + bytes([level]) + b"(" + (b"h" + bytes([level - 1])) * times + b"e"
+    return lists
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("pickled", "reason"),
+    [
+        (b"})" + b"\x85" * 200_000 + b"K\x01s.", "deep"),
+        (b"})" + b"N\x86" * 200_000 + b"K\x01s.", "deep"),
+        (b"}(" + b"(" * 200_000 + b"t" * 200_000 + b"K\x01u.", "deep"),
+        (b"}(" + b")" + b"\x85" * 200_000 + b"K\x01u.", "deep"),
+        (b"cbuiltins\nset\n])" + b"\x85" * 200_000 + b"a\x85R.", "deep"),
+        (b"ccollections\nOrderedDict\n)R])" + b"\x85" * 200_000 + b"K\x01\x86ab.", "deep"),
+        (b"(" + shared_lists(200, 8) + b"ccollections\nOrderedDict\nh\x07\x85Rt.", "without end"),
+        (text("x" * 9999) + b"q\x00]("
+         + (b"c_codecs\nencode\nh\x00" + text("latin1") + b"\x86R") * 5000 + b"e.", "without end"),
+        (b"](cbuiltins\nbytearray\nq\x00J" + struct.pack("<i", 20_000) + b"\x85q\x01" + b"h\x00h\x01R" * 5000
+         + b"e.", "more than it can hold"),
+        (b"cbuiltins\nbytearray\n(" + (b"\x8a\xff" + b"\x7f" * 255) * 2000 + b"tR.", "more than it can hold"),
+        (b"}" + text("a") + b"c_codecs\nencode\n" + text("ü") + text("punycode") + b"\x86Rs.", "latin1"),
+        (b"}" + text("a") + b"ctorch._tensor\n_rebuild_from_type_v2\n(c_codecs\nencode\nctorch\nTensor\n"
+         + text("ü") + text("idna") + b"\x86}tRs.", "latin1"),
+    ],
+    ids=["key", "pairs", "marks", "keys", "set", "state", "lists", "encoded", "bytearrays",
+         "product", "codec", "disguise"],
+)  # fmt: skip
+def test_a_pickle_that_costs_more_than_its_size_explains_is_refused_at_once(
+    lay_out: Callable[[bytes], CountingSource], pickled: bytes, reason: str
+) -> None:
+    with pytest.raises(CheckpointFormatError, match=reason):
+        read_torch(lay_out(P2 + pickled))
+
+
+def test_a_key_that_is_no_name_is_told_by_its_kind_not_by_all_that_is_in_it() -> None:
+    doubled = b")q\x00" + b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(15))
+    with pytest.raises(CheckpointFormatError, match="with a tuple") as refused:
+        read_torch(zip_of(P2 + b"}(" + doubled + b"u."))
+    assert len(str(refused.value)) < 500
+
+
+def test_bytes_beside_the_weights_are_read() -> None:
+    small = [(bytes([i]) * 3, bytearray([i]) * 2) for i in range(256)]  # memo numbers look like calls, too
+    large = [bytes(range(256)) * 1000, bytearray(b"x" * 100_000)]
+    content = {"small": small, "state_dict": {"w": torch.ones(2)}, "large": large}
+    assert_same(read(content), content["state_dict"])
+
+
+def deflated(**records: bytes) -> CountingSource:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name, data in records.items():
+            archive.writestr(f"archive/{name.replace('_', '.')}", data)
+    return CountingSource(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"data_pkl": P2 + b"]" * (20 << 20) + b"."},
+        {"data_pkl": pickle.dumps({}, 2), "byteorder": b"\x80" * (20 << 20)},
+    ],
+    ids=["pickle", "byte order"],
+)
+def test_a_small_file_that_unpacks_to_a_huge_record_is_refused_before_it_is_unpacked(records: dict[str, bytes]) -> None:
+    with pytest.raises(CheckpointFormatError, match="make sense"):
+        read_torch(deflated(**records))
+
+
+def test_a_deflated_storage_is_unpacked_once_for_all_that_view_it() -> None:
+    base = torch.arange(1000.0)
+    content = {f"w{i}": base[i : i + 5] for i in range(50)}
+    source = CountingSource(rezipped(saved(content).data, lambda _, c: c, compression=zipfile.ZIP_DEFLATED))
+    file = read_torch(source)
+    before = source.bytes_read
+    assert_same(values(file), content)
+    assert source.bytes_read - before < base.nbytes
+
+
+@pytest.mark.parametrize("name", ["stride", "storage_offset", "untyped_storage", "is_conj", "detach", "clone"])
+def test_attributes_that_are_called_like_methods_do_not_matter(name: str) -> None:
+    tensor = torch.arange(6.0)[1:4]
+    content = {"w": tensor.view_as(tensor)}
+    arguments = (torch.arange(6.0).storage(), 1, (3,), (1,), False, OrderedDict())
+    made = Call(
+        torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_tensor_v2, torch.Tensor, arguments, {name: 5}
+    )
+    assert_same(read({"w": made}), content)
+
+
 def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
     """A sparse file of a terabyte, whose pickle breaks off within the name of a global."""
     path = tmp_path / "model.pt"

@@ -170,3 +170,46 @@ def test_azure_takes_a_key_from_the_environment(web: Web, monkeypatch: pytest.Mo
     with opened("az://bucket/x.safetensors", endpoint=web.url) as weights:
         assert weights["a"].tolist() == [1, 1]
     assert web.headers[0]["authorization"].startswith("SharedKey account:")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_ACCESS_KEY_ID", "s3cr3t\n"),
+        ("AWS_SECRET_ACCESS_KEY", "s3cr3t\n"),
+        ("AWS_SESSION_TOKEN", "s3cr3t\r\n"),
+        ("AWS_REGION", "us-east-1\n"),
+        ("AWS_DEFAULT_REGION", " us-east-1"),
+        ("AWS_ENDPOINT_URL", "localhost:9000"),
+        ("AWS_ENDPOINT_URL_S3", "http://"),
+        ("AWS_ENDPOINT", "http://user:s3cr3t@127.0.0.1:9"),
+    ],
+)
+def test_what_the_environment_says_is_checked_before_anything_is_asked(
+    web: Web, aws: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cr3t")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(OptionsError, match=f"^{name}: ") as caught:
+        opened("s3://bucket/x.safetensors")
+    assert "s3cr3t" not in str(caught.value)
+    assert not web.asked
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("endpoint", "http://"), ("endpoint", "http://a b"), ("endpoint", "http://[::1"), ("region", "us-east-1\n")],
+)
+def test_options_that_can_not_be_sent_are_refused(option: str, value: str) -> None:
+    with pytest.raises(OptionsError, match=f"{option}: "):
+        opened("s3://bucket/x.safetensors", **{option: value})
+
+
+def test_what_makes_obstore_panic_is_an_error_of_ours_without_what_was_set(web: Web, aws: Any) -> None:
+    # A value of these files may go on in the next line.
+    aws("[default]\naws_access_key_id = s3cr3t\n  more\naws_secret_access_key = s3cr3t\n")
+    for address in ("s3://bucket/x.safetensors", "s3://bucket/folder"):
+        with pytest.raises(RemoteReadError, match="can't be asked for with these settings") as caught:
+            opened(address)
+        assert "s3cr3t" not in f"{caught.value!r} {caught.value.__cause__!r} {caught.value.__context__!r}"

@@ -455,3 +455,24 @@ def test_listing_loaders_imports_neither_obstore_nor_torch() -> None:
     script = "import sys, weightloaders_remote; sys.exit(str({'obstore', 'boto3', 'torch'} & set(sys.modules) or ''))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((302, {"Location": "/m/model.safetensors"}, b""), "leads from one place to another without end"),
+        ((302, {}, b""), "is somewhere else"),
+        ((206, {"Content-Range": "bytes 0-9/*"}, bytes(10)), "says nothing sensible"),
+        ((206, {"Content-Range": f"bytes 0-9/{1 << 70}"}, bytes(10)), "says nothing sensible"),
+        ((206, {"Content-Range": "bytes 0-9/-5"}, bytes(10)), "says nothing sensible"),
+        ((206, {"Content-Range": "bytes 0-9/10", "Last-Modified": "yesterday"}, bytes(10)), "a date that is none"),
+        ((206, {"Content-Range": "bytes 0-9/10", "ETag": '"\xff"'}, bytes(10)), "headers that are no text"),
+    ],
+)
+def test_what_a_server_says_wrongly_is_said_and_not_asked_for_again(web: Web, answer: Any, said: str) -> None:
+    web.odd["/m/model.safetensors"] = lambda _: answer
+    with pytest.raises(RemoteReadError, match=said) as caught:
+        open_weights(f"{web.url}/m/model.safetensors", RemoteLoader)
+    assert "region" not in str(caught.value)
+    # A client follows so many redirects.
+    assert len(web.asked) == (11 if "Location" in answer[1] else 1)

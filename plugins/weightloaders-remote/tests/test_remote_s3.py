@@ -271,3 +271,21 @@ def test_loading_saves_nothing_and_a_model_saved_from_a_bucket_is_as_before(s3: 
 def test_auto_takes_it_for_every_scheme(s3: S3) -> None:
     for address in ("s3://bucket/x", "GS://bucket", "az://c/x.safetensors", "https://host/x"):
         assert WeightLoaderRegistry.resolve("auto", source=address)._created_as[0] == "remote"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "key", ["m//model.safetensors", "/m/model.safetensors", "m/../model.safetensors", "m//", "./m"]
+)
+def test_an_address_with_an_empty_folder_or_dots_is_refused_and_reads_no_other_object(s3: S3, key: str) -> None:
+    s3.put("bucket/m/model.safetensors", save(TENSORS))
+    with pytest.raises(SourceNotFoundError, match="or empty"):
+        open_weights(f"s3://bucket/{key}", RemoteLoader)
+
+
+def test_a_key_that_can_not_be_read_is_named_and_the_file_beside_it_is_read_by_name(s3: S3, place: str) -> None:
+    s3.put(f"{place}/model.safetensors", save(TENSORS))
+    s3.put(f"{place}//stray", b"")
+    with pytest.raises(RemoteReadError, match=r"leads to a key that can't be read, '.*//'") as caught:
+        open_weights(f"s3://{place}", RemoteLoader)
+    assert "name the weights file itself" in str(caught.value.hint)
+    assert same(open_weights(f"s3://{place}/model.safetensors", RemoteLoader))

@@ -91,7 +91,7 @@ def _choose(node: Mapping[Any, Any], above: tuple[str, ...], file: str) -> tuple
         candidates, reason = nested, "holds its tensors in nested dicts, none of which is named as a wrapper of weights"
     else:
         raise CheckpointFormatError(
-            f"{file} holds no tensors: {_what(node)} with {_listed([repr(k) for k in node]) or 'nothing in it'}",
+            f"{file} holds no tensors: {_what(node)} with {_listed([_label(k) for k in node]) or 'nothing in it'}",
             file=file,
             hint="weights are a dict that maps names to tensors, as `model.state_dict()` returns it",
         )
@@ -138,9 +138,9 @@ def _resolve(root: Any, key: str, file: str) -> tuple[str, ...]:
     path = walk(root, key)
     if path is None:
         _check_is_mapping(root, (), file)
-        there = [".".join(found) for found in _state_dicts(root, ())] or [str(k) for k in root]
+        there = [".".join(found) for found in _state_dicts(root, ())] or list(root)
         raise OptionsError(
-            f"{file} has nothing under key={key!r}", file=file, hint=f"it holds {_listed([repr(k) for k in there])}"
+            f"{file} has nothing under key={key!r}", file=file, hint=f"it holds {_listed([_label(k) for k in there])}"
         )
     return path
 
@@ -190,9 +190,14 @@ def _left_out(root: Any, path: tuple[str, ...]) -> Iterator[str]:
         for key, value in node.items():
             taken = key == part if part is not None else isinstance(key, str) and isinstance(value, torch.Tensor)
             if not taken:
-                yield f"{above}{key} ({_what(value)})"
+                yield f"{above}{key if isinstance(key, str) else _label(key)} ({_what(value)})"
         if part is not None:
             node, above = node[part], f"{above}{part}."
+
+
+def _label(key: Any) -> str:
+    """A key of a dict, for messages; of what is not plain, such as nested tuples, the kind alone."""
+    return repr(key) if isinstance(key, str | int | float | None) else _what(key)
 
 
 def _what(value: Any) -> str:

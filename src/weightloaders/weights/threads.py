@@ -24,7 +24,7 @@ _TAKEN_BY_A_THREAD = 160 << 20
 def in_parallel(
     work: Callable[[T], R], items: Sequence[T], most: int = IN_FLIGHT, name: str = "weightloaders"
 ) -> list[R]:
-    """The results of a function for each item, several of them waited for at once. See `in_turn`."""
+    """The results of a function for each item, several of them waited for at once; see ``in_turn``."""
     return [*in_turn(work, items, most, name)]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import pickle
 import pickletools
 import re
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.errors import CheckpointFormatError, OptionsError, UnsafeCheckpointError, WeightLoadersError
+from weightloaders.weights.pickle_guard import PickleGuard
 
 try:
     from torch._weights_only_unpickler import Unpickler
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 
 # What is admitted is a setting of the whole process in torch, so two threads must not change it at once.
 _lock = threading.RLock()
-
-# Globals that allocate when called with a size. Only a file that mentions one pays for having its calls watched.
-_ALLOCATORS = re.compile(rb"c(?:builtins|__builtin__)\nbytearray\n|ctorch[.\w]*\n(?:\w*Tensor|(?:Unt|T)ypedStorage)\n")
-# Tuples that a pickle refers to again, with those in them: far more than any has.
-_MOST_REFERENCES = 1 << 20
-_CALLS = (b"R", b"\x81", b"b")  # the opcodes REDUCE, NEWOBJ and BUILD
 
 # Where the classes of tensors that are spread over processes live. Where they were imported torch admits them,
 # but what such a file holds is one process's part.
@@ -110,36 +104,28 @@ class MetaStorages:
         return self._parts.get(id(tensor.untyped_storage()))
 
 
-def mentions_allocators(pickled: bytes) -> bool:
-    """Whether a pickle may call something that allocates by a number."""
-    return _ALLOCATORS.search(pickled) is not None
-
-
-def unpickle(
-    file: IO[bytes], storages: MetaStorages, *, safe_globals: Sequence[Any] = (), watch: int | None = None
-) -> Any:
+def unpickle(file: IO[bytes], storages: MetaStorages, *, limit: int, safe_globals: Sequence[Any] = ()) -> Any:
     """One object of a pickle stream, weights-only, its tensors on the meta device.
 
     Args:
         file: The stream, at the object's first byte; seekable.
         storages: Gets the storages that the object names.
+        limit: How many elements the calls in it may allocate; see `PickleGuard`.
         safe_globals: Further classes and functions to admit; see `admitted`.
-        watch: Refuse calls that would allocate more than this many elements.
 
     Raises:
         UnsafeCheckpointError: If it needs globals that are not admitted.
-        CheckpointFormatError: If it is damaged, or holds tensors that have no raw bytes.
+        CheckpointFormatError: If it is damaged, holds tensors that have no raw bytes, or would cost more than its size
+            explains.
         SlowPathNeededError: If this torch has no such unpickler.
     """
     if Unpickler is None:
         raise SlowPathNeededError
     name, start = storages.file, file.tell()
     unpickler: Any = Unpickler(file, encoding="utf-8")
-    unpickler.memo = _Memo(name)
     unpickler.persistent_load = storages.persistent_load
     unpickler.readline = _without_shards(file.readline)
-    if watch is not None:
-        unpickler.read = _watched(unpickler, watch, name)
+    PickleGuard(unpickler, file, limit, name)
     with admitted(safe_globals), _on_meta(), undisturbed(), warnings.catch_warnings():
         # torch warns of other protocols and of sparse tensors; what matters of that is in our errors and notes.
         warnings.simplefilter("ignore")
@@ -157,32 +143,6 @@ def unpickle(
         finally:
             # torch remembers sparse tensors to check them after loading; ones without data can't be checked.
             getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()  # noqa: SLF001
-
-
-class _Memo(dict[int, Any]):
-    """What a pickle may refer to again; of tuples no more than makes sense.
-
-    A tuple of one tuple twice, of which another holds that twice, and so on sixty times, fits into a few hundred bytes.
-    Whoever hashes it, because it is a key, would be at it for ever.
-    """
-
-    def __init__(self, file: str) -> None:
-        super().__init__()
-        self._file = file
-        self._left = _MOST_REFERENCES
-
-    def __getitem__(self, index: int) -> Any:
-        value = super().__getitem__(index)
-        if type(value) is tuple:
-            unseen = [value]
-            while unseen:
-                self._left -= 1
-                if self._left < 0:
-                    raise CheckpointFormatError(
-                        f"the pickle in {self._file} refers to tuples of tuples without end", file=self._file
-                    )
-                unseen.extend(item for item in unseen.pop() if type(item) is tuple)
-        return value
 
 
 class SlowPathNeededError(Exception):
@@ -252,54 +212,6 @@ def _without_shards(readline: Callable[[], bytes]) -> Callable[[], bytes]:
         return line
 
     return read
-
-
-def _watched(unpickler: Any, limit: int, name: str) -> Callable[[int], bytes]:
-    """The unpickler's ``read``, which looks at each call before the unpickler makes it.
-
-    Some of what torch admits allocates memory when it is called with a number, so that a file of a hundred bytes could
-    ask for all there is.
-    """
-    read = unpickler.read
-
-    def watched(size: int) -> bytes:
-        data: bytes = read(size)
-        # An argument byte may look like one of the opcodes, so what is found here need not be a call at all.
-        if size == 1 and data in _CALLS and len(unpickler.stack) > 1:
-            called, arguments = unpickler.stack[-2:]
-            if getattr(called, "__name__", "") == "_rebuild_from_type_v2" and isinstance(arguments, tuple):
-                called, arguments = arguments[:3:2] if len(arguments) > 2 else (None, ())
-            flat = list(_flat(arguments))
-            sizes = [value for value in flat if type(value) is int]
-            made_by_size = _allocates(called) and len(sizes) == len(flat)
-            if (made_by_size or _is_real(called) or any(map(_is_real, flat))) and math.prod(sizes) > limit:
-                raise CheckpointFormatError(
-                    f"{name} asks for {math.prod(sizes)} elements, more than it can hold", file=name
-                )
-        return data
-
-    return watched
-
-
-def _allocates(called: Any) -> bool:
-    return isinstance(called, type) and issubclass(
-        called, bytearray | torch.Tensor | torch.UntypedStorage | torch.TypedStorage
-    )
-
-
-def _is_real(value: Any) -> bool:
-    """Whether it has memory of its own: nothing that the file stores has, before it is read."""
-    if isinstance(value, torch.TypedStorage):
-        value = value._untyped_storage  # noqa: SLF001 -- its public twin warns
-    return isinstance(value, torch.Tensor | torch.UntypedStorage) and value.device.type != "meta"
-
-
-def _flat(value: Any, depth: int = 0) -> Iterator[Any]:
-    if isinstance(value, tuple | list) and depth < 8:
-        for item in value:
-            yield from _flat(item, depth + 1)
-    else:
-        yield value
 
 
 def _refused(reason: str, name: str, wanted: list[str], complete: bool) -> WeightLoadersError:

@@ -23,13 +23,12 @@ from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, read_tensor
 from weightloaders.weights.sniff import TAR, describe_content
 from weightloaders.weights.source import ByteSource, FileSource
-from weightloaders.weights.source_file import SourceFile
+from weightloaders.weights.source_file import MAX_READ, SourceFile
 from weightloaders.weights.state_dict import find_state_dict
 from weightloaders.weights.torch_pickle import (
     MetaStorages,
     SlowPathNeededError,
     admitted,
-    mentions_allocators,
     undisturbed,
     unpickle,
 )
@@ -41,6 +40,11 @@ if TYPE_CHECKING:
 # Protocol 2, then torch's magic number 0x1950a86a20f9469cfc6c.
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
+_LONGEST_ORDER = 16
+# A deflated pickle unpacks to at most so many times its size; one of a large model, to some fifteen.
+_MOST_DEFLATION, _SMALL_PICKLE = 32, 1 << 20
+# Of what is unpacked, so much stays in memory for the next tensor.
+_MOST_KEPT = 1 << 27
 _REFETCH = "the file is truncated or damaged; fetch it again"
 
 _SPARSE_PARTS = {
@@ -91,7 +95,8 @@ def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequ
     """
     content = _opened(source, safe_globals)
     found = find_state_dict(content.root, key=key, file=source.name)
-    infos = tuple(content.info(name, tensor) for name, tensor in found.tensors.items())
+    with undisturbed():
+        infos = tuple(content.info(name, tensor) for name, tensor in found.tensors.items())
     file = PurePath(source.name).name
     notes = [f"{file}: {note}" for note in content.notes]
     if found.key and key is None:
@@ -126,7 +131,8 @@ def read_torch_tensor(source: ByteSource, name: str, *, safe_globals: Sequence[A
             file=source.name,
             tensor=name,
         )
-    return content.info(name, content.root)
+    with undisturbed():
+        return content.info(name, content.root)
 
 
 def _opened(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
@@ -141,18 +147,38 @@ def _opened(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
         return _load_whole(source, safe_globals)
 
 
+class _LastUnpacked:
+    """The last deflated record that was unpacked: tensors that view one storage are mostly read one after the other."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Record, bytes] | None = None
+
+    def bytes_of(self, record: Record) -> bytes:
+        """The unpacked bytes of a record."""
+        last = self._last
+        if last is not None and last[0] is record:
+            return last[1]
+        self._last = last = None  # so that no two are in memory
+        data = record.read(record.size)
+        if len(data) <= _MOST_KEPT:
+            self._last = record, data
+        return data
+
+
 @dataclass(slots=True)
 class _Content:
-    """What was unpickled, and where the storages of its tensors lie."""
+    """What was unpickled, and where the storages of its tensors lie: in the file, or ``loaded`` with it."""
 
     source: ByteSource
     root: Any
     storages: MetaStorages
     records: Mapping[str, Record] = field(default_factory=dict)
     byteorder: Literal["little", "big"] = "little"
+    loaded: bool = False
     notes: list[str] = field(default_factory=list)
     densified: list[str] = field(default_factory=list)
     unpacked: list[str] = field(default_factory=list)
+    last_unpacked: _LastUnpacked = field(default_factory=_LastUnpacked)
 
     def check_claims(self) -> None:
         """Each storage that the pickle names must have a record of just its size."""
@@ -172,25 +198,32 @@ class _Content:
             raise self._error(
                 f"holds the tensor {name!r}, which is {kind}", tensor=name, hint="save it as a plain, dense tensor"
             )
+        # A file may give a tensor attributes that are called like its methods; the alias has none.
+        tensor = torch.Tensor.detach(tensor)
         if tensor.layout is torch.strided:
             return self._strided(name, tensor)
         parts = [self._strided(name, getattr(tensor, part)()) for part in _SPARSE_PARTS[tensor.layout]]
         self.densified.append(name)
         shape = tuple(tensor.shape)
         dense = partial(_dense, parts, tensor.layout, shape, name, self.source.name)
-        return TensorInfo(name, tensor.dtype, shape, read=dense)
+        return TensorInfo(name, tensor.dtype, shape, read=dense, sources=[self.source])
 
     def _strided(self, name: str, tensor: torch.Tensor) -> TensorInfo:
         dtype, shape, strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
         part = self.storages.part_of(tensor)
-        if part is None:
-            if tensor.device.type == "meta":
-                raise self._error(
-                    f"holds no data for the tensor {name!r}: it was saved from the meta device", tensor=name
-                )
-            return TensorInfo(name, dtype, shape, read=partial(_own_copy, tensor))
+        if part is None and self.loaded:
+            return TensorInfo(name, dtype, shape, read=partial(_own_copy, tensor), sources=[self.source])
+        if part is None and tensor.device.type == "meta":
+            raise self._error(f"holds no data for the tensor {name!r}: it was saved from the meta device", tensor=name)
         if 0 in shape:
             return TensorInfo(name, dtype, shape)
+        if part is None:
+            # It was made while unpickling, by a size alone: what it holds is whatever was in memory there.
+            raise self._error(
+                f"holds no data for the tensor {name!r}: its pickle makes it, of no storage of the file",
+                tensor=name,
+                hint="save it as a plain tensor, by torch.save(model.state_dict(), path)",
+            )
         start = int(tensor.storage_offset()) * dtype.itemsize
         length = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * dtype.itemsize
         if start + length > part.nbytes:
@@ -200,24 +233,25 @@ class _Content:
                 hint=_REFETCH,
             )
         record = self.records[part.record]
-        where = _Unpacked(record) if record.deflated else self.source
+        where = _Unpacked(record, self.last_unpacked) if record.deflated else self.source
         offset = part.offset + start + (0 if record.deflated else record.offset)
         raw = TensorInfo(name, dtype, shape, (Extent(where, offset, length, dtype, self.byteorder, shape, strides),))
         if record.deflated:
             self.unpacked.append(name)
         elif not (tensor.is_conj() or tensor.is_neg()):
             return raw
-        return TensorInfo(name, dtype, shape, read=partial(_resolved, raw, tensor.is_conj(), tensor.is_neg()))
+        resolved = partial(_resolved, raw, tensor.is_conj(), tensor.is_neg())
+        return TensorInfo(name, dtype, shape, read=resolved, sources=[self.source])
 
     def _error(self, what: str, **where: str | None) -> CheckpointFormatError:
         return CheckpointFormatError(f"{self.source.name} {what}", file=self.source.name, **where)
 
 
 class _Unpacked(ByteSource):
-    """A deflated record as a source of its unpacked bytes. Each read unpacks it again."""
+    """A deflated record as a source of its unpacked bytes."""
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
+    def __init__(self, record: Record, last: _LastUnpacked) -> None:
+        self._record, self._last = record, last
         self.name = record.source.name
 
     @property
@@ -229,7 +263,7 @@ class _Unpacked(ByteSource):
         return self._record.source.identity, self._record.offset
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        view[:] = self._record.read(self._record.size)[offset : offset + len(view)]
+        view[:] = memoryview(self._last.bytes_of(self._record))[offset : offset + len(view)]
 
 
 # ------------------------------------------------------------------ the three ways in
@@ -251,17 +285,14 @@ def _open_zip(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
             file=source.name,
             hint="torch.save(torch.jit.load(path).state_dict(), new_path)",
         )
-    order = records[f"{root}/byteorder"].read().decode("latin-1") if f"{root}/byteorder" in records else "little"
+    written = records.get(f"{root}/byteorder")
+    order = "little" if written is None else written.read(_LONGEST_ORDER).decode("latin-1")
     if order not in ("little", "big"):
         raise CheckpointFormatError(f"{source.name} has the unknown byte order {order!r}", file=source.name)
-    pickled = records[f"{root}/data.pkl"].read()
+    record = records[f"{root}/data.pkl"]
+    pickled = record.read(max(_SMALL_PICKLE, min(MAX_READ, _MOST_DEFLATION * record.packed_size)))
     storages = MetaStorages(source.name)
-    unpickled = unpickle(
-        io.BytesIO(pickled),
-        storages,
-        safe_globals=safe_globals,
-        watch=source.size if mentions_allocators(pickled) else None,
-    )
+    unpickled = unpickle(io.BytesIO(pickled), storages, limit=source.size, safe_globals=safe_globals)
     prefix = f"{root}/data/"
     by_key = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
     content = _Content(source, unpickled, storages, by_key, "big" if order == "big" else "little")
@@ -274,7 +305,7 @@ def _open_legacy(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
     storages = MetaStorages(source.name)
     # The magic number, the protocol's version, facts about the system, the object, the storages' keys in their order.
     _, version, _, root, keys = (
-        unpickle(file, storages, safe_globals=safe_globals, watch=source.size) for _ in range(5)
+        unpickle(file, storages, safe_globals=safe_globals, limit=source.size) for _ in range(5)
     )
     # Only what is plain is made text of: nested lists that share their parts may have more of it than fits in memory.
     plain = isinstance(keys, list) and all(type(key) in (str, int) for key in keys)
@@ -325,7 +356,7 @@ def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
                 f"torch can't load {source.name}: {type(error).__name__}: {error}", file=source.name, hint=_REFETCH
             ) from error
     note = "loaded whole by torch.load, because this torch does not let it be catalogued"
-    return _Content(source, root, MetaStorages(source.name), notes=[note])
+    return _Content(source, root, MetaStorages(source.name), loaded=True, notes=[note])
 
 
 def _no_torch_file(source: ByteSource, head: bytes) -> CheckpointFormatError:

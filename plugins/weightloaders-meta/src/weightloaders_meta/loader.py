@@ -66,7 +66,11 @@ class MetaLoader(wl.BaseWeightLoader):
         folder = _folder(model_name_or_path)
         loader, pattern = _kind_of(folder, self.file_pattern)
         options = {"axes": self.axes} if loader == "torch" else {}
-        return wl.open_weights(folder, loader, file_pattern=pattern, **options)
+        weights = wl.open_weights(folder, loader, file_pattern=pattern, **options)
+        params = wl.FolderListing(folder).open(PARAMS_FILE)
+        if params.name not in {source.name for source in weights.described_by}:
+            weights.described_by += (params,)
+        return weights
 
     def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path:  # noqa: ARG002 -- both are there
         """A folder with a config made of ``params.json``, and the tokenizer, if it is one that transformers reads.

@@ -54,10 +54,15 @@ class Address(NamedTuple):
                 hint=f"write {scheme if scheme in SCHEMES else 's3'}://{SCHEMES.get(scheme, 'bucket')}/folder; "
                 "keys and passwords are not part of it",
             )
-        parts = [part for part in key.split("/") if part]
-        inside = [part for part in subfolder.split("/") if part]
-        if ".." in (*parts, *inside) or "." in (*parts, *inside):
-            raise SourceNotFoundError(f"{text} is no address: its folders can't be '.' or '..'", file=text)
+        # One slash at the end is how folders are written; any other belongs to the keys, in which a//b is not a/b.
+        parts = key.removesuffix("/").split("/") if key else []
+        inside = subfolder.split("/") if subfolder else []
+        if not {"", ".", ".."}.isdisjoint((*parts, *inside)):
+            raise SourceNotFoundError(
+                f"{text} is no address: its folders can't be '.' or '..', or empty",
+                file=text,
+                hint="write single slashes; an object whose key has such a part must be copied to another key first",
+            )
         name = parts.pop() if parts and not inside and not key.endswith("/") and names_weights(parts[-1]) else ""
         return cls(scheme, bucket, "/".join((*parts, *inside)), name)
 

@@ -20,6 +20,8 @@ _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _REGION = re.compile(r"expecting '([a-z0-9-]{1,40})'|<Region>([a-z0-9-]{1,40})</Region>")
 # How the system says why there is no connection.
 _REASON = re.compile(r'message: "([A-Za-z0-9 ,.\'-]{1,80})"')
+# A key with a part that is empty, "..", or has control characters in it.
+_BAD_KEY = re.compile(r'[Pp]ath "([^"]{0,200})"')
 # Where machines in a cloud ask for credentials.
 _METADATA = re.compile(
     r"169\.254\.\d+\.\d+|metadata\.google|fd00:ec2::|/latest/api/token|/computeMetadata/|/metadata/identity"
@@ -31,7 +33,8 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: ``"absent"`` (no such object), ``"changed"``, ``"no ranges"``, ``"behind the end"``, ``"no credentials"``,
-            ``"refused"`` (whatever is no use to try again) or ``"transient"``.
+            ``"elsewhere"`` (another place, perhaps another region), ``"bad key"``, ``"bad settings"``, ``"refused"``
+            (whatever else is no use to try again) or ``"transient"``.
         what: As a predicate of what was asked for.
         status: The status that was answered with, if any.
         code: The service's own code, if any.
@@ -51,10 +54,24 @@ class Fault(NamedTuple):
         return TransientError(self.what, status=self.status, code=self.code)
 
 
+def is_obstores(error: BaseException) -> bool:
+    """Whether it is one that obstore raises for what was asked, panics of its Rust code included."""
+    from obstore.exceptions import BaseError
+
+    return isinstance(error, (BaseError, OSError, ValueError)) or _is_panic(error)
+
+
+def _is_panic(error: BaseException) -> bool:
+    # Its class can't be imported, and is no Exception.
+    return type(error).__name__ == "PanicException" and not isinstance(error, Exception)
+
+
 def fault_of(error: BaseException) -> Fault:
     """What an exception of obstore's says."""
     from obstore import exceptions
 
+    if _is_panic(error):
+        return Fault("bad settings", "can't be asked for with these settings")
     text = str(error)
     found = _STATUS.search(text)
     status = int(found[1]) if found else None
@@ -65,6 +82,9 @@ def fault_of(error: BaseException) -> Fault:
         return Fault("no credentials", "needs credentials, and none were found", status, code)
     if isinstance(error, FileNotFoundError):
         return Fault("absent", f"is not there ({said})" if said else "is not there", status or 404, code)
+    if isinstance(error, exceptions.InvalidPathError):
+        key = _BAD_KEY.search(text)
+        return Fault("bad key", f"leads to a key that can't be read{f', {key[1]!r}' if key else ''}")
     if isinstance(error, exceptions.PreconditionError):
         return Fault("changed", "was changed", status, code)
     if isinstance(error, exceptions.NotSupportedError) or "non-partial response" in text:
@@ -81,12 +101,20 @@ def fault_of(error: BaseException) -> Fault:
 
 
 def _without_status(text: str) -> Fault:
-    if "without LOCATION" in text or "redirect" in text.lower():
-        return Fault("refused", "is in another region than was asked", 301)
+    if "without LOCATION" in text:
+        return Fault("elsewhere", "is somewhere else, and the answer does not say where")
+    if "kind: Redirect" in text:
+        return Fault("refused", "leads from one place to another without end")
     if re.search(r"Requested \d+\.\.\d+, got \d+\.\.\d+", text):
         return Fault("refused", "sends other bytes than were asked for")
     if "Content-Range" in text or "content range" in text.lower():
         return Fault("refused", "sends a part without saying which")
+    if "ParseContentRange" in text:
+        return Fault("refused", "sends a part, and says nothing sensible about which of how many bytes")
+    if "InvalidLastModified" in text:
+        return Fault("refused", "sends a date that is none")
+    if "BadHeader" in text:
+        return Fault("refused", "sends headers that are no text")
     lacking = re.search(r"(ETag|Last-Modified|Content-Length) Header missing", text, re.IGNORECASE)
     if lacking:
         return Fault("refused", f"sends an answer without {lacking[1]}")

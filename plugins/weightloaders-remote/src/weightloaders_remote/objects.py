@@ -14,7 +14,7 @@ from weightloaders.weights.index import MAX_INDEX_BYTES
 from weightloaders.weights.remote import Answer, RemoteSource, TransientError, persistently
 from weightloaders.weights.texts import read_small
 from weightloaders.weights.threads import in_parallel
-from weightloaders_remote.faults import fault_of
+from weightloaders_remote.faults import fault_of, is_obstores
 from weightloaders_remote.stores import FaultError
 
 if TYPE_CHECKING:
@@ -71,14 +71,14 @@ class ObjectSource(RemoteSource):
         raise self._explained(fault, start)
 
     def _chunks(self, result: Any) -> Iterator[bytes]:
-        from obstore.exceptions import BaseError
-
         # Whatever has come is handed on at once: who trickles is noticed by that.
         stream = iter(result.stream(min_chunk_size=1))
         while True:
             try:
                 chunk = next(stream, None)
-            except (BaseError, OSError) as error:
+            except BaseException as error:
+                if not is_obstores(error):
+                    raise
                 fault = fault_of(error)
             else:
                 if chunk is None:
@@ -116,10 +116,14 @@ def explained(fault: Fault, name: str, store: Store) -> SourceError:
     hint = None
     if fault.region:
         hint = f"the bucket is in another region: region={fault.region!r}"
-    elif fault.status == 301:
+    elif fault.status == 301 or (fault.kind == "elsewhere" and store.has_regions):
         hint = "the bucket is in another region: give region=..., or set AWS_REGION"
     elif fault.kind == "no credentials" or fault.status in (401, 403, 407):
         hint = store.hint
+    elif fault.kind == "bad settings":
+        hint = "check what the options and the environment say of the service: endpoint, region, keys"
+    elif fault.kind == "bad key":
+        hint = "name the weights file itself, or give that object another key"
     elif fault.kind == "no ranges":
         hint = "download it, and name the file on disk"
     return RemoteReadError(f"{name} {fault.what}", file=name, status=fault.status, code=fault.code, hint=hint)

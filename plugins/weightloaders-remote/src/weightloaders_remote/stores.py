@@ -11,13 +11,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from weightloaders.errors import MissingDependencyError, OptionsError, RemoteReadError, SourceNotFoundError
-from weightloaders_remote.addresses import Address, scheme_of
-from weightloaders_remote.faults import Fault, fault_of
+from weightloaders_remote.faults import Fault, fault_of, is_obstores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from weightloaders_remote.addresses import Address
 
 T = TypeVar("T")
 
@@ -26,7 +28,23 @@ _NO_RETRIES: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
 # A transfer takes as long as it takes, as long as something comes.
 _CLIENT = {"timeout": "365d", "connect_timeout": "10s", "read_timeout": "20s"}
 # What the environment may say of where S3 is, obstore's names for it included.
-_S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}
+# What of it goes into requests as it stands.
+_SENT = {
+    "s3": (
+        "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN", "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+    ),
+    "gs": ("GOOGLE_BEARER_TOKEN",),
+    "az": (
+        "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY",
+        "AZURE_STORAGE_TOKEN",
+    ),
+}  # fmt: skip
 _SECRET_WORDS = ("key", "secret", "token", "password", "sas", "credential")
 
 _first_process: int | None = None
@@ -57,10 +75,10 @@ class Access:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.endpoint is not None and (scheme_of(self.endpoint) not in ("http", "https") or "@" in self.endpoint):
-            raise OptionsError(
-                "endpoint: it is an address, http://host:port or https://host, without a password in it",
-            )
+        if self.endpoint is not None:
+            _check_endpoint("endpoint", self.endpoint)
+        for name, value in {"region": self.region, "account": self.account, **self.config}.items():
+            _check_sendable(name, value)
         if self.anonymous and self.profile:
             raise OptionsError("anonymous and profile: without credentials no profile is of use; give one of them")
         secret = next((name for name in self.config if any(word in name.lower() for word in _SECRET_WORDS)), None)
@@ -70,6 +88,39 @@ class Access:
                 f"config: {secret!r} is a secret, or leads to one, and so is no option",
                 hint="give it to the environment or to the cloud's own files: that is where it is looked for",
             )
+
+
+def _check_sendable(name: str, value: object) -> None:
+    """Refuse what can't be sent: a line break above all, from the file that a value was read from."""
+    if isinstance(value, str) and (value != value.strip() or not value.isprintable()):
+        # It may be a secret.
+        raise OptionsError(
+            f"{name}: there is a line break or a blank at one of its ends, or a character that can't be sent",
+            hint="set it without; where it is read from a file, $(cat FILE) leaves the line break out",
+        )
+
+
+def _check_endpoint(name: str, value: str) -> None:
+    _check_sendable(name, value)
+    try:
+        parts = urlsplit(value)
+        # Asking for the port checks it.
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "@" not in value
+    except ValueError:
+        sound = False
+    if not sound or " " in value:
+        raise OptionsError(
+            f"{name}: it is an address, http://host:port or https://host, without a password in it",
+        )
+
+
+def _check_environment(scheme: str) -> None:
+    """Refuse what the environment says of a service and can't be: obstore would panic."""
+    for name in _SENT[scheme]:
+        _check_sendable(name, os.environ.get(name))
+    for name in _ENDPOINTS[scheme]:
+        if os.environ.get(name):
+            _check_endpoint(name, os.environ[name])
 
 
 class Store:
@@ -85,6 +136,11 @@ class Store:
         self._store = store
         self.name = name
         self.hint = hint
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether a service may be asked in the wrong region."""
+        return self.name.startswith("s3:")
 
     def get(self, key: str, options: Any) -> Any:
         """Ask for an object, or a part of one: obstore's result. Raises `FaultError`."""
@@ -120,12 +176,12 @@ def guarded(call: Callable[[], T]) -> T:
     Raises:
         FaultError: What it raised, without its text.
     """
-    from obstore.exceptions import BaseError
-
     _check_process()
     try:
         return call()
-    except (BaseError, OSError, ValueError) as error:
+    except BaseException as error:
+        if not is_obstores(error):
+            raise
         fault = fault_of(error)
     # Out of the `except`, so that the other, whose text may hold a secret, is not its context.
     raise FaultError(fault)
@@ -153,12 +209,16 @@ def bucket_store(address: Address, access: Access) -> Store:
         MissingDependencyError: If a profile is asked for that only AWS's own library understands, and it is not there.
         OptionsError: If there is no such profile, or obstore does not take the settings.
     """
+    _check_environment(address.scheme)
     make = {"s3": _s3, "gs": _gs, "az": _az}[address.scheme]
     try:
         store = make(address.bucket, access)
     except (OptionsError, MissingDependencyError, SourceNotFoundError):
         raise
-    except Exception as error:  # noqa: BLE001 -- obstore's and boto3's own, whose texts may hold what was set
+    except BaseException as error:
+        if not (isinstance(error, Exception) or is_obstores(error)):
+            raise
+        # obstore's and boto3's own, whose texts may hold what was set.
         problem = type(error).__name__
     else:
         return Store(store, f"{address.scheme}://{address.bucket}", _WAYS_IN[address.scheme])
@@ -198,7 +258,7 @@ def _s3(bucket: str, access: Access) -> Any:
     return S3Store(
         bucket,
         config=config,
-        client_options=_client(access.endpoint, *(os.environ.get(name) for name in _S3_ENDPOINTS)),
+        client_options=_client(access.endpoint, *(os.environ.get(name) for name in _ENDPOINTS["s3"])),
         retry_config=_NO_RETRIES,
         credential_provider=provider,
     )
