@@ -291,6 +291,87 @@ def test_axes_that_the_slices_contradict_are_refused(tmp_path: Path, axes: dict[
         open_weights(str(tmp_path), axes=axes)
 
 
+def of_ranks(folder: Path, *names: str) -> str:
+    """Files that hold one row each: the first a zero, the second a one, ..."""
+    for number, name in enumerate(names):
+        torch.save({"w": torch.full((1, 2), float(number))}, folder / name)
+    return str(folder)
+
+
+@pytest.mark.parametrize("stray", ["extra.pth", "model.bin", "consolidated.pt", "consolidated.pth"])
+@pytest.mark.parametrize("pattern", [None, "*"])
+def test_a_file_beside_the_parts_is_neither_taken_for_one_nor_loaded_instead(
+    tmp_path: Path, stray: str, pattern: str | None
+) -> None:
+    path = of_ranks(tmp_path, "consolidated.00.pth", "consolidated.01.pth", stray)
+    with pytest.raises(AmbiguousSourceError, match=stray) as refused:
+        TorchLoader(axes={"w": 0}, file_pattern=pattern).get_weights(path)
+    assert "file_pattern" in (refused.value.hint or "")
+    weights = TorchLoader(axes={"w": 0}, file_pattern="consolidated.0*").get_weights(path)
+    assert weights["w"].tolist() == [[0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("twin", ["consolidated.1.pth", "consolidated.01.pt", "Consolidated.01.pth"])
+def test_two_files_of_one_number_are_no_two_ranks(tmp_path: Path, twin: str) -> None:
+    path = of_ranks(tmp_path, "consolidated.00.pth", "consolidated.01.pth", twin)
+    with pytest.raises(AmbiguousSourceError, match="are the same part") as refused:
+        TorchLoader(axes={"w": 0}).get_weights(path)
+    assert twin in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (["rank0.pt", "rank2.pt"], "rank1.pt is missing"),
+        (["mp_rank_01_states.pt", "mp_rank_03_states.pt"], "mp_rank_02_states.pt is missing"),
+        (["tp4_rank2.pt", "tp4_rank3.pt"], "tp4_rank1.pt is missing"),
+        (["r0.pt", f"r{10**40}.pt"], "r1.pt, r2.pt, .* are missing"),
+    ],
+)
+def test_a_gap_among_numbered_ranks_is_named_whatever_they_are_called(
+    tmp_path: Path, names: list[str], missing: str
+) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=missing):
+        TorchLoader(axes={"w": 0}, file_pattern="*").get_weights(of_ranks(tmp_path, *names))
+
+
+@pytest.mark.parametrize("names", [[f"rank{n}.pt" for n in range(12)], ["part-1.pt", "part-2.pt"], ["a.pt", "b.pt"]])
+def test_numbered_ranks_are_put_together_in_the_order_of_their_numbers(tmp_path: Path, names: list[str]) -> None:
+    weights = TorchLoader(axes={"w": 0}, file_pattern="*").get_weights(of_ranks(tmp_path, *names))
+    assert weights["w"][:, 0].tolist() == list(range(len(names)))
+
+
+def test_a_part_that_is_no_regular_file_is_a_part_that_is_missing(tmp_path: Path) -> None:
+    path = of_ranks(tmp_path, "consolidated.00.pth", "consolidated.01.pth")
+    (tmp_path / "consolidated.02.pth").mkdir()
+    with pytest.raises(IncompleteCheckpointError, match=r"consolidated\.02\.pth"):
+        TorchLoader(axes={"w": 0}).get_weights(path)
+
+
+def test_a_part_that_is_named_itself_needs_no_axes_and_nothing_false_is_said_of_them(tmp_path: Path) -> None:
+    of_ranks(tmp_path, "consolidated.00.pth", "consolidated.01.pth", "extra.pth")
+    (note,) = TorchLoader(axes={"w": 0}).get_weights(str(tmp_path / "consolidated.01.pth")).notes
+    assert "one of 2 tensor-parallel parts" in note
+    assert not TorchLoader(axes={"w": 0}).get_weights(str(tmp_path / "extra.pth")).notes
+
+
+def test_options_that_the_loader_chosen_automatically_lacks_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = of_ranks(tmp_path, "consolidated.00.pth", "consolidated.01.pth", "model.bin")
+    with pytest.raises(OptionsError, match="'hf' can't take") as refused:
+        open_weights(path, axes={"w": 0})
+    assert "'hf' was chosen automatically" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("loader", ["auto", "hf", "torch"])
+def test_what_to_declare_is_said_with_the_loader_that_takes_it_and_the_file_with_its_folder(
+    tmp_path: Path, loader: str
+) -> None:
+    with pytest.raises(AmbiguousSourceError) as refused:
+        open_weights(of_ranks(tmp_path, "consolidated.00.pth", "consolidated.01.pth"), loader)
+    assert "loader 'torch'" in (refused.value.hint or "")
+    assert refused.value.file == str(tmp_path / "consolidated.00.pth")
+
+
 @pytest.mark.parametrize(
     "axes", [{"w": "other"}, {"w": 1.0}, {"w": True}, {"w": {"axis": 0, "sections": [0]}}, {"w": {"axes": 0}}, {"": []}]
 )

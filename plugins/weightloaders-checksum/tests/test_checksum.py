@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import subprocess
 import sys
+import zipfile
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 import weightloaders_checksum
 from safetensors.torch import save_file
 from weightloaders_checksum import settings as settings_of
 
 from weightloaders import BaseWeightLoader, WeightLoaderRegistry, load_into, open_weights, plan_load
 from weightloaders.errors import ConfigError, PlanError, SourceError, SourceReadError
+from weightloaders.testing import only_plugins
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+FILES = (*SHARDS, INDEX)
 
 
 class Model(torch.nn.Module):
@@ -51,7 +58,7 @@ def sha256(path):
 
 
 def listed(folder, path, **changes):
-    path.write_text("".join(f"{changes.get(name[:11], sha256(folder / name))}  {name}\n" for name in SHARDS))
+    path.write_text("".join(f"{changes.get(name[:11], sha256(folder / name))}  {name}\n" for name in FILES))
     return path
 
 
@@ -80,18 +87,94 @@ def test_files_that_are_what_a_list_beside_them_says_are_loaded_and_others_refus
         else:
             (folder / kind).write_text(json.dumps(digests))
 
-    write({name: sha256(folder / name) for name in SHARDS})
+    write({name: sha256(folder / name) for name in FILES})
     report = load(folder)
-    assert any(note.startswith("checksums compared and right: 2 files") for note in report.notes)
+    assert any(note.startswith("checksums compared and right: 3 files") for note in report.notes)
     assert not report.warnings
     found, expected = sha256(folder / SHARDS[1]), "0" * 64
-    write({SHARDS[0]: sha256(folder / SHARDS[0]), SHARDS[1]: expected})
+    write({name: expected if name == SHARDS[1] else sha256(folder / name) for name in FILES})
     error = refused(folder, SHARDS[1])
     assert found in error.message
     assert expected in error.message
     assert SHARDS[0] not in error.message
     assert error.file == str(folder / SHARDS[1])
     assert "weightloaders-checksum" in error.plugin
+
+
+def test_an_index_is_held_against_its_checksum_too(folder):
+    listed(folder, folder / "SHA256SUMS")
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps(index, indent=1))
+    assert refused(folder, INDEX).file == str(folder / INDEX)
+    refused(folder, INDEX, verify="sha256")
+
+
+def test_who_refuses_is_named_rather_than_whoever_reads_the_format(tmp_path):
+    npz = pytest.importorskip("weightloaders_npz")
+    np.savez_compressed(tmp_path / "m.npz", **{name: t.numpy() for name, t in Model().state_dict().items()})
+    weightloaders_checksum.configure(unknown="error")
+    (tmp_path / "SHA256SUMS").write_text(f"{sha256(tmp_path / 'm.npz')}  m.npz\n")
+    assert any("compared and right: 1 file" in note for note in load(tmp_path / "m.npz", loader=npz.NpzLoader).notes)
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  m.npz\n")
+    with only_plugins("weightloaders-checksum", "weightloaders-npz"):
+        error = refused(tmp_path / "m.npz", r"m\.npz has the checksum", loader="npz")
+    assert "weightloaders-checksum" in error.plugin
+
+
+@pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
+def test_metadata_that_says_whose_bytes_are_where_is_held_against_its_checksum(tmp_path):
+    dcp = pytest.importorskip("weightloaders_dcp")
+    torch.distributed.checkpoint.save(Model().state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    data, metadata = tmp_path / "__0_0.distcp", tmp_path / ".metadata"
+    (tmp_path / "SHA256SUMS").write_text("".join(f"{sha256(file)}  {file.name}\n" for file in (data, metadata)))
+    assert any("compared and right: 2 files" in note for note in load(tmp_path, loader=dcp.DcpLoader).notes)
+    metadata.write_bytes(metadata.read_bytes() + b" ")
+    refused(tmp_path, r"\.metadata has the checksum", loader=dcp.DcpLoader)
+
+
+def deflated(path, state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("m.bin", deflated),
+        ("m.pt", lambda path, state: torch.save({name: tensor.to_sparse() for name, tensor in state.items()}, path)),
+    ],
+)
+def test_files_whose_values_are_not_raw_are_held_against_their_checksums(tmp_path, name, write):
+    write(tmp_path / name, Model().state_dict())
+    (tmp_path / "SHA256SUMS").write_text(f"{sha256(tmp_path / name)}  {name}\n")
+    weightloaders_checksum.configure(unknown="error")
+    for verify in (None, "sha256"):
+        assert any("compared and right: 1 file" in note for note in load(tmp_path / name, verify=verify).notes)
+    (tmp_path / "SHA256SUMS").write_text(f"{'0' * 64}  {name}\n")
+    error = refused(tmp_path / name, f"{name} has the checksum")
+    assert "weightloaders-checksum" in error.plugin
+
+
+@pytest.mark.parametrize("name", ["mo\u2028del.safetensors", " model.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("form", ["{digest}  {name}\n", "{digest} *{name}\r\n", "SHA256 ({name}) = {digest}\n"])
+def test_files_are_found_in_a_list_whatever_they_are_called(tmp_path, name, form):
+    save_file(Model().state_dict(), tmp_path / name)
+    sums = tmp_path / "SHA256SUMS"
+    sums.write_text(form.format(digest=sha256(tmp_path / name), name=name), newline="", encoding="utf-8")
+    assert any("compared and right: 1 file" in note for note in load(tmp_path).notes)
+    sums.write_text(form.format(digest="0" * 64, name=name), newline="", encoding="utf-8")
+    refused(tmp_path, "has the checksum")
+
+
+@pytest.mark.parametrize("content", ["", "0" * 60, "garbage\n"])
+def test_a_files_own_checksum_that_is_cut_short_is_an_error_rather_than_unknown(tmp_path, content):
+    save_file(Model().state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.sha256").write_text(content)
+    error = refused(tmp_path, "holds no sha256", SourceError)
+    assert error.file == str(tmp_path / "model.safetensors.sha256")
 
 
 def test_every_file_that_differs_is_named(folder):
@@ -138,7 +221,7 @@ def test_blobs_of_the_hubs_cache_are_held_against_their_names(tmp_path, folder):
     weightloaders_checksum.configure(unknown="error")
     options = {"loader": "hf", "loader_kwargs": {"cache_dir": str(cache), "local_files_only": True}}
     report = load("org/name", **options)
-    assert any("2 files, by the name of its blob" in note for note in report.notes)
+    assert any("3 files, by the name of its blob" in note for note in report.notes)
     for name, what in ((SHARDS[0], "sha256"), (SHARDS[1], "git's")):
         sound = blobs[name].read_bytes()
         blobs[name].write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
@@ -194,8 +277,9 @@ def test_what_comes_from_no_file_is_refused_only_where_all_must_be_known(folder)
             self.load_state_dict(dict(weights))
 
     state = Model().state_dict()
-    load(state)
-    load("x", loader=Streaming)
+    for report in (load(state), load("x", loader=Streaming)):
+        assert any("nothing says which files" in warning for warning in report.warnings)
+        assert not any("compared and right" in note for note in report.notes)
     listed(folder, folder / "SHA256SUMS")
     weightloaders_checksum.configure(unknown="error")
     refused(state, r"a\.weight|a\.bias")
@@ -207,6 +291,9 @@ def test_what_comes_from_no_file_is_refused_only_where_all_must_be_known(folder)
 
 
 def test_settings_and_lists_that_can_not_be_are_refused(folder, tmp_path, monkeypatch):
+    for wrong in ({"lists": 5}, {"lists": ["sums", None]}, {"root": 5}):
+        with pytest.raises(ConfigError, match="by its path, not as"):
+            weightloaders_checksum.configure(**wrong)
     with pytest.raises(ConfigError, match="unknown is 'never'"):
         weightloaders_checksum.configure(unknown="never")
     monkeypatch.setenv("WEIGHTLOADERS_CHECKSUM_UNKNOWN", "never")

@@ -9,13 +9,21 @@ import pickle
 import pickletools
 import shutil
 import struct
+import zipfile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from weightloaders_dcp import DcpLoader
 from weightloaders_dcp.pickled import Record, read_pickle
 
@@ -104,6 +112,61 @@ def test_slices_in_the_format_of_safetensors_are_put_together(two_ranks, kind):
     assert_same(load(two_ranks / kind), whole)
     with wl.open_weights(two_ranks / kind, DcpLoader) as weights:
         assert len(weights.info("uneven").extents) == 2
+
+
+def stored(folder, chunks, shape, deflated):
+    """A checkpoint of one tensor ``w`` of such chunks, each given with its place; packed as torch itself does not."""
+    data, places = b"", {}
+    for at, tensor in chunks:
+        item = io.BytesIO()
+        torch.save(tensor, item)
+        if deflated:
+            packed = io.BytesIO()
+            with zipfile.ZipFile(item) as plain, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+                for name in plain.namelist():
+                    archive.writestr(name, plain.read(name))
+            item = packed
+        places[MetadataIndex("w", torch.Size(at))] = _StorageInfo("__0_0.distcp", len(data), len(item.getvalue()))
+        data += item.getvalue()
+    boxes = [ChunkStorageMetadata(torch.Size(at), tensor.shape) for at, tensor in chunks]
+    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), boxes)
+    (folder / "__0_0.distcp").write_bytes(data)
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata({"w": tensor}, {"w": ("w",)}, places)))
+
+
+@pytest.mark.parametrize("deflated", [False, True])
+def test_chunks_fill_their_tensor_and_each_element_once_however_they_are_packed(tmp_path, deflated):
+    stored(tmp_path, [((0,), torch.full((5,), 1.0)), ((5,), torch.full((3,), 2.0))], (8,), deflated)
+    assert load(tmp_path)["w"].tolist() == [1, 1, 1, 1, 1, 2, 2, 2]
+    # As many elements as it needs, but one of them twice and another never.
+    stored(tmp_path, [((0,), torch.full((7,), 1.0)), ((1,), torch.full((1,), 2.0))], (8,), deflated)
+    with pytest.raises(CheckpointFormatError, match="fill the same elements") as caught:
+        load(tmp_path)
+    assert (caught.value.file, caught.value.tensor) == (str(tmp_path / "__0_0.distcp"), "w")
+
+
+def data_first(tensor):
+    """An item whose data stands before the pickle that says how it is strided."""
+    plain, turned = io.BytesIO(), io.BytesIO()
+    torch.save(tensor, plain)
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(turned, "w") as out:
+        for name in sorted(archive.namelist(), key=lambda name: "data/0" not in name):
+            out.writestr(zipfile.ZipInfo(name), archive.read(name))
+    return turned.getvalue()
+
+
+def test_items_that_differ_behind_their_data_are_each_read_as_they_are(tmp_path):
+    tensors = {"a": torch.arange(9.0).view(3, 3), "b": (torch.arange(9.0) + 100).view(3, 3).t()}
+    data, places, entries = b"", {}, {}
+    for name, tensor in tensors.items():
+        item = data_first(tensor)
+        places[MetadataIndex(name, torch.Size((0, 0)))] = _StorageInfo("__0_0.distcp", len(data), len(item))
+        box = ChunkStorageMetadata(torch.Size((0, 0)), tensor.shape)
+        entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), tensor.shape, [box])
+        data += item
+    (tmp_path / "__0_0.distcp").write_bytes(data)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(entries, {"a": ("a",), "b": ("b",)}, places)))
+    assert_same(load(tmp_path), tensors)
 
 
 def test_it_is_what_torch_itself_loads(two_ranks):

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.discovery import KNOWN_PACKAGES
-from weightloaders.errors import BrokenPluginError, CheckpointFormatError, SourceError, SourceNotFoundError, summary
+from weightloaders.errors import (
+    BrokenPluginError,
+    CheckpointFormatError,
+    OptionsError,
+    SourceError,
+    SourceNotFoundError,
+    summary,
+)
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
 from weightloaders.weights.file_names import reader_of, suffix_of
@@ -117,7 +124,11 @@ class AutoLoader(BaseWeightLoader):
 
     def _create(self, candidate: Candidate, loader: LoaderFactory, answer: Probe) -> BaseWeightLoader:
         logger.info("the loader %r was chosen automatically: %s", candidate.name, answer.reason or answer.answer)
-        return create_loader(loader, self._options, name=candidate.name, plugin=candidate.plugin)
+        try:
+            return create_loader(loader, self._options, name=candidate.name, plugin=candidate.plugin)
+        except OptionsError as error:
+            error.hint = error.hint or f"{candidate.name!r} was chosen automatically: name the loader that takes these"
+            raise
 
     def get_weights(self, model_name_or_path: str) -> Weights | Stream:
         """What the chosen loader says that the source holds. See `choose`."""

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weightloaders.errors import OptionsError
+from weightloaders.errors import AmbiguousSourceError, OptionsError
 from weightloaders.loaders.axes import Axes
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
-from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, suffix_of
+from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, part_number, suffix_of
 from weightloaders.weights.files import first_file, head_of, holds_weights, listed, select_listed
 from weightloaders.weights.folder import A_FOLDER, kind_of
 
@@ -75,7 +75,8 @@ class TorchLoader(BaseWeightLoader):
             SourceNotFoundError: If there is no such path, or no weights in it.
             IncompleteCheckpointError: If a file or tensor that the index names is absent.
             UnsafeCheckpointError: If a pickle needs more than weights.
-            AmbiguousSourceError: If a file holds several state dicts, and `key` does not say which.
+            AmbiguousSourceError: If a file holds several state dicts, and `key` does not say which; or if which files
+                are tensor-parallel parts, or how these are put together, is not clear.
             SourceError: If a file is not what it should be; see `weightloaders.errors`.
         """
         return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
@@ -97,9 +98,17 @@ class TorchLoader(BaseWeightLoader):
                 f"axes is for tensor-parallel parts, but {selection.index.name} says which file each tensor is in",
                 hint="leave it out, or pass ignore_index=True",
             )
+        passed_over = [file for file in selection.skipped if part_number(file) is not None and wanted.may_be(file)]
+        if axes and passed_over and part_number(selection.files[0]) is None:
+            raise AmbiguousSourceError(
+                f"axes is for tensor-parallel parts, but {selection.files[0]} would be read, not {passed_over[0]}",
+                file=listing.where,
+                hint="choose by file_pattern, e.g. file_pattern='consolidated.*'",
+            )
         way_of = axes.way_of if axes else None
         weights = catalogue(selection, key=self.key, safe_globals=self.safe_globals, way_of=way_of)
-        weights.notes += tuple(axes.notes())
+        if len(selection.files) > 1:
+            weights.notes += tuple(axes.notes())
         return weights
 
     @classmethod

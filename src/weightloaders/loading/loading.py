@@ -77,7 +77,7 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
             make_ties(model, context, report.loaded)
             return report
         except (SourceError, LoadError) as error:
-            error.plugin = _plugin_of(loader) or error.plugin
+            error.plugin = error.plugin or _plugin_of(loader)
             raise
         finally:
             _close(weights)

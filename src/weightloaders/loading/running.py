@@ -77,11 +77,12 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
         now = targets if targets.hold_in(model) else targets_of(model, context, targets)
         _check_same_model(plan, targets, now)
         _check_writable(plan)
+    plan.described_by = weights.described_by
     hooks.before_load(plan)
     warn_of(plan)
     if context.verify == "sha256":
         with context.timed("verify"):
-            check_sha256({id(info): info for step in plan.steps for info in step_infos(step)}.values())
+            check_sha256(plan.tensors_read, plan.described_by)
     work = groundwork(model, now, context, plan.unfilled, plan.tied)
     with show_progress(context) as progress, marking(model) as mark:
         with context.timed("prepare"):

@@ -72,7 +72,8 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
     start = time.perf_counter()
     if context.verify == "sha256":
         raise ConfigError("verify='sha256': a stream of tensors does not say which files they come from")
-    hooks.before_load(LoadPlan(decided_by=["a stream of tensors, placed as they come"]))
+    shown = LoadPlan(decided_by=["a stream of tensors, placed as they come"])
+    hooks.before_load(shown)
     # The first one tells whether these are weights at all, before anything is touched.
     pairs = iter(stream)
     try:
@@ -98,6 +99,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
             check_finite(loading.placing.targets.by_name[name] for name in loading.moved.written)
         mark.origin = loading.origin()
     plan = loading.placing.plan
+    plan.findings.extend(shown.findings)
     warn_of(plan)
     report = report_of(plan, loading.moved, context, prepared, time.perf_counter() - start)
     report.loaded = sorted(loading.moved.written)

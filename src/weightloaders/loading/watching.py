@@ -85,8 +85,9 @@ def load_by_model(
         weights.check_open()
         infos = weights.infos()
         plan.skipped_files, plan.catalogue = dict(weights.skipped_files), tuple(infos)
+        plan.described_by = weights.described_by
     if context.verify == "sha256":
-        check_sha256(infos)
+        check_sha256(infos, plan.described_by)
     moved = Transferred()
     total = sum(info.bytes_stored for info in infos)
 
@@ -203,8 +204,9 @@ def load_by_loader(model: nn.Module, loader: Any, weights: Any, context: LoadCon
     plan = LoadPlan(decided_by=[f"the loader's own load_weights ({who})"])
     if isinstance(weights, Weights):
         plan.skipped_files, plan.catalogue = dict(weights.skipped_files), tuple(weights.infos())
+        plan.described_by = weights.described_by
     if context.verify == "sha256":
-        check_sha256(plan.catalogue)
+        check_sha256(plan.catalogue, plan.described_by)
     moved = Transferred()
 
     def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> object:

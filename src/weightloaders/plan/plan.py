@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from weightloaders.plan.steps import Step
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
+    from weightloaders.weights.source import ByteSource
 
 _UNFILLED = "not filled from the source: it keeps the value that it has, or is initialised"
 
@@ -48,6 +49,7 @@ class LoadPlan:
         ties: Name -> the first of the names that are, or are declared to be, one with it. Those that stand alone are
             left out.
         catalogue: Everything that the source holds.
+        described_by: The files that say what the source holds, once the plan runs; see `Weights.describe`.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -66,6 +68,7 @@ class LoadPlan:
     targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
     ties: Mapping[str, str] = field(default_factory=dict, repr=False)
     catalogue: Sequence[TensorInfo] = field(default=(), repr=False)
+    described_by: Sequence[ByteSource] = field(default=(), repr=False, compare=False)
     runner: Callable[[LoadPlan, Any], Any] | None = field(default=None, repr=False)
     forecaster: Callable[[Sequence[Step]], Forecast] | None = field(default=None, repr=False)
     _forecast: Forecast | None = field(default=None, repr=False, compare=False)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from weightloaders.targets import Target
     from weightloaders.weights.info import TensorInfo
+    from weightloaders.weights.source import ByteSource
 
 _ELEMENTS_AT_ONCE = 1 << 18
 
@@ -45,8 +46,12 @@ def _is_finite(part: torch.Tensor) -> bool:
     return bool(part.sum().isfinite()) or bool(torch.isfinite(part).all())
 
 
-def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
+def check_sha256(infos: Iterable[TensorInfo], described_by: Iterable[ByteSource] = ()) -> dict[str, str]:
     """Hold each file that tensors come from against the checksum that is known for it; see `Checksum.known`.
+
+    Args:
+        infos: The tensors.
+        described_by: Files that say where they are, which are compared where a checksum is known.
 
     Returns:
         File -> its checksum.
@@ -57,15 +62,15 @@ def check_sha256(infos: Iterable[TensorInfo]) -> dict[str, str]:
         SourceError: If what should list the checksums is no such list.
     """
     infos = list(infos)
-    from_nowhere = next((info.name for info in infos if info.numel and not info.extents), None)
+    from_nowhere = next((info.name for info in infos if info.numel and not info.origins), None)
     if from_nowhere is not None or not infos:
         raise ConfigError(
             "verify='sha256': this loader does not say in which files its tensors lie, so there is nothing to check",
             tensor=from_nowhere,
             hint="load without verify, or check the files before",
         )
-    sources = {origin.name: origin for info in infos for extent in info.extents for origin in (extent.source.origin,)}
-    expected = {}
+    sources = {origin.name: origin for info in infos for origin in info.origins}
+    expected = {source: known for source in described_by if (known := Checksum.known(source.name)) is not None}
     for source in sources.values():
         known = Checksum.known(source.name)
         if known is None:

@@ -19,6 +19,7 @@ from weightloaders.weights.file_names import (
     is_training_state,
     natural,
     of_a_rank,
+    part_number,
     suffix_of,
     variant_of,
 )
@@ -78,7 +79,11 @@ class Wanted:
 
     def picks(self, subject: str) -> bool:
         """Whether a pattern was given and a file name matches it."""
-        return self.file_pattern is not None and fnmatch.fnmatchcase(subject, self.file_pattern)
+        return self.file_pattern is not None and self.may_be(subject)
+
+    def may_be(self, subject: str) -> bool:
+        """Whether no pattern was given, or a file name matches it."""
+        return self.file_pattern is None or fnmatch.fnmatchcase(subject, self.file_pattern)
 
 
 @dataclass(frozen=True)
@@ -108,12 +113,13 @@ class Candidate:
     def group(self) -> tuple[bool, int, int]:
         """What may be read together, and the order of preference among such groups."""
         # `consolidated` comes last even behind the other family: its tensors have the original code's names.
-        return is_consolidated(self.subject), self.rank, _suffix_rank(self.subject)
+        # Tensor-parallel parts belong together, whatever their suffixes.
+        suffix = ".pth" if part_number(self.subject) is not None else suffix_of(self.subject)
+        return is_consolidated(self.subject), self.rank, _suffix_rank(suffix)
 
 
-def _suffix_rank(name: str) -> int:
+def _suffix_rank(suffix: str) -> int:
     order = [suffix for suffixes in SUFFIXES.values() for suffix in suffixes]
-    suffix = suffix_of(name)
     return order.index(suffix) if suffix in order else len(order)
 
 

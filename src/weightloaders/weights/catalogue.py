@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from weightloaders.errors import DuplicateTensorError, IncompleteCheckpointError
 from weightloaders.weights.collector import collector_paused
+from weightloaders.weights.file_names import PARAMS_FILE
+from weightloaders.weights.folder import FolderListing
 from weightloaders.weights.parts import is_set_of_parts, whole_tensors
 from weightloaders.weights.reading import same_values
 from weightloaders.weights.safetensors import MAX_HEADER_BYTES, read_header, understand_header
@@ -74,7 +76,19 @@ def catalogue(
         metadata = {**content.metadata, **metadata}
     # By name, for not every tensor says where it is read from: sparse and compressed ones have no extents.
     close = partial(close_files, frozenset(content.place for content in contents.values()))
-    return Weights.describe(infos, close, metadata=metadata, skipped_files=selection.skipped, notes=notes)
+    return Weights.describe(
+        infos, close, metadata=metadata, skipped_files=selection.skipped, notes=notes,
+        described_by=_described_by(selection),
+    )  # fmt: skip
+
+
+def _described_by(selection: Selection) -> list[ByteSource]:
+    """The files that said where the tensors are, and how they are put together, where they lie on disk."""
+    listing = selection.listing
+    if not isinstance(listing, FolderListing):
+        return []
+    said = [selection.index.name] if selection.index else [PARAMS_FILE] if is_set_of_parts(selection.files) else []
+    return [listing.open(name) for name in said if not listing.problems([name])]
 
 
 def _undeclared(_: str) -> None:

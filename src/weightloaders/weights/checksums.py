@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.IGNORECASE)
 _SHA1 = re.compile(r"[0-9a-f]{40}")
-# A leading backslash says that the name is escaped.
-_LINE = re.compile(r"(?P<escaped>\\)?(?P<digest>[0-9a-fA-F]{64})(\s+\*?(?P<name>.+))?")
+# A leading backslash says that the name is escaped. Behind the digest is a space and one more, or a star for binary; a
+# name may itself begin with a space. What is written by hand may have a tab, or one space.
+_LINE = re.compile(r"(?P<escaped>\\)?(?P<digest>[0-9a-fA-F]{64})(?: [ *]|\s\*?)(?P<name>.+)")
 _TAGGED = re.compile(r"(?P<escaped>\\)?SHA256 \((?P<name>.+)\) = (?P<digest>[0-9a-fA-F]{64})")
 _ESCAPES = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}
 _CHUNK = 1 << 22
@@ -82,12 +83,17 @@ class ChecksumList:
 
 def _in_lines(text: str) -> list[tuple[str, str]]:
     found = []
-    for line in text.splitlines():
-        match = _TAGGED.fullmatch(line.strip()) or _LINE.fullmatch(line.strip())
-        if match is not None and match["name"]:
+    for line in _lines(text):
+        match = _TAGGED.fullmatch(line) or _LINE.fullmatch(line)
+        if match is not None:
             name = re.sub(r"\\[\\nr]", lambda e: _ESCAPES[e[0]], match["name"]) if match["escaped"] else match["name"]
             found.append((name, match["digest"].lower()))
     return found
+
+
+def _lines(text: str) -> list[str]:
+    # Names may have in them what Python else takes for the end of a line.
+    return [line.removesuffix("\r").lstrip(" \t") for line in text.split("\n")]
 
 
 def _in_json(text: str, path: Path) -> list[tuple[str, str]]:
@@ -170,16 +176,20 @@ class Checksum:
         own = path.parent / f"{path.name}.sha256"
         if os.path.lexists(own):
             # It may hold the checksum alone.
-            lines = [_LINE.fullmatch(line.strip()) for line in read_text(own, _MAX_LIST_BYTES).splitlines()]
-            alone = [line["digest"].lower() for line in lines if line is not None and not line["name"]]
-            digest = ChecksumList(own).of(path) or next(iter(alone), None)
+            lines = map(str.strip, _lines(read_text(own, _MAX_LIST_BYTES)))
+            listed = ChecksumList(own)
+            digest = listed.of(path) or next((line.lower() for line in lines if _SHA256.fullmatch(line)), None)
             if digest is not None:
                 return cls("sha256", digest, str(own))
+            if not listed:
+                raise CheckpointFormatError(
+                    f"{own} holds no sha256", file=own, hint="it was cut off or is empty: write it again, or remove it"
+                )
         for name in ("SHA256SUMS", "SHA256SUMS.json"):
-            listed = path.parent / name
-            digest = ChecksumList(listed).of(path) if os.path.lexists(listed) else None
+            place = path.parent / name
+            digest = ChecksumList(place).of(path) if os.path.lexists(place) else None
             if digest is not None:
-                return cls("sha256", digest, str(listed))
+                return cls("sha256", digest, str(place))
         return None
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Iterable
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from weightloaders.errors import CheckpointFormatError, LoaderContractError
+from weightloaders.weights.boxes import Box, check_cover
 from weightloaders.weights.source import ByteSource, FileSource
 from weightloaders.weights.twins import twin_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 ByteOrder = Literal["little", "big"]
 
@@ -247,6 +247,7 @@ class TensorInfo:
         shape: Its sizes; ``()`` for a scalar.
         extents: Where its bytes lie raw. Together they must fill the tensor.
         read: For a tensor without raw bytes (quantised, compressed): returns a tensor of that dtype and shape.
+        sources: What ``read`` reads, so that its files can be held against checksums.
 
     Raises:
         CheckpointFormatError: If an extent does not fit the tensor or its source.
@@ -258,6 +259,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     extents: tuple[Extent, ...]
     read: Callable[[], torch.Tensor] | None
+    sources: tuple[ByteSource, ...]
 
     def __init__(
         self,
@@ -266,6 +268,7 @@ class TensorInfo:
         shape: Sequence[int],
         extents: Iterable[Extent] | Extent = (),
         read: Callable[[], torch.Tensor] | None = None,
+        sources: Iterable[ByteSource] = (),
     ) -> None:
         if not isinstance(name, str):
             raise LoaderContractError(f"a tensor's name must be a string, not {name!r}")
@@ -284,6 +287,7 @@ class TensorInfo:
         _set(self, "dtype", dtype)
         _set(self, "shape", sizes)
         _set(self, "read", read)
+        _set(self, "sources", tuple(sources))
         pieces = (extents,) if isinstance(extents, Extent) else _as_extents(extents, name)
         _set(self, "extents", tuple([_filled_in(extent, name, dtype, sizes) for extent in pieces]))
         if read is None:
@@ -305,7 +309,7 @@ class TensorInfo:
         """
         strides, origin = _row_major(shape)
         twin = _TensorInfoTwin()
-        twin.name, twin.dtype, twin.shape, twin.read = name, dtype, shape, None
+        twin.name, twin.dtype, twin.shape, twin.read, twin.sources = name, dtype, shape, None, ()
         twin.extents = (_resolved(source, offset, length, dtype, "little", shape, strides, origin),)
         twin.__class__ = cls
         info: TensorInfo = twin
@@ -320,6 +324,12 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Size in bytes, in the dtype that is handed out."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def origins(self) -> tuple[ByteSource, ...]:
+        """What reading it really reads, each once; empty where that is not known."""
+        sources = (*(extent.source for extent in self.extents if extent.length), *self.sources)
+        return tuple({source.origin.name: source.origin for source in sources}.values())
 
     @property
     def is_raw(self) -> bool:
@@ -361,39 +371,4 @@ def _check_cover(info: TensorInfo) -> None:
             tensor=info.name,
             hint="say where its bytes lie (`Extent`), or give a function that returns the tensor",
         )
-    for a, b in _neighbours(extents):
-        if _boxes_meet(a, b):
-            raise CheckpointFormatError(
-                f"two extents of tensor {info.name!r} fill the same elements", file=b.source.name, tensor=info.name
-            )
-    filled = sum(math.prod(extent.shape or ()) for extent in extents)
-    if filled != info.numel:
-        raise CheckpointFormatError(
-            f"the extents of tensor {info.name!r} fill {filled} of its {info.numel} elements",
-            file=extents[0].source.name,
-            tensor=info.name,
-        )
-
-
-def _neighbours(extents: tuple[Extent, ...]) -> Iterator[tuple[Extent, Extent]]:
-    """Pairs of boxes that may meet: those that do so along the dimension in which most of them begin elsewhere.
-
-    A thousand ranks store a thousand slices of a tensor, and each pair of these would be half a million.
-    """
-    boxes = [(e.at, e.shape, e) for e in extents if e.at and e.shape]
-    if not boxes:
-        yield from itertools.combinations(extents, 2)
-        return
-    dim = max(range(len(boxes[0][0])), key=lambda d: len({at[d] for at, _, _ in boxes}))
-    boxes.sort(key=lambda box: box[0][dim])
-    for i, (at, shape, extent) in enumerate(boxes):
-        for other_at, _, other in itertools.islice(boxes, i + 1, None):
-            if other_at[dim] >= at[dim] + shape[dim]:
-                break
-            yield extent, other
-
-
-def _boxes_meet(a: Extent, b: Extent) -> bool:
-    if a.at is None or b.at is None or a.shape is None or b.shape is None:
-        return False
-    return all(x < y + m and y < x + n for x, n, y, m in zip(a.at, a.shape, b.at, b.shape, strict=True))
+    check_cover(info.name, info.shape, [Box(e.at or (), e.shape or (), e.source.name) for e in extents])

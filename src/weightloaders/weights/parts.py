@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import IncompleteCheckpointError, SourceError
+from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError
 from weightloaders.weights.file_names import PARAMS_FILE, part_number
 from weightloaders.weights.meta_llama import MAX_PARAMS_BYTES, LlamaShapes
-from weightloaders.weights.tensor_parallel import put_together
+from weightloaders.weights.tensor_parallel import WAYS_HINT, put_together
 from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:
@@ -42,16 +44,16 @@ def whole_tensors(
 
     Raises:
         IncompleteCheckpointError: If a part is missing, going by the numbers or by the shapes.
+        AmbiguousSourceError: If two files are the same part, or some are none.
         SourceError: As `put_together` does.
     """
-    parts = dict(sorted(held.items(), key=lambda item: part_number(item[0]) or 0))
-    files = list(parts)
-    others = [name for name in _names(selection.listing) if part_number(name) is not None and name not in held]
-    if len(files) == 1 and others:
-        notes.append(f"{files[0]} is one of {len(others) + 1} tensor-parallel parts; it was loaded alone, as asked")
-        return list(held[files[0]])
-    if is_set_of_parts(files):
-        _check_numbers(selection, files, others)
+    others = sorted(name for name in _all_names(selection.listing) if _is_part(name) and name not in held)
+    if len(held) == 1 and others and is_set_of_parts(list(held)):
+        (file,) = held
+        notes.append(f"{file} is one of {len(others) + 1} tensor-parallel parts; it was loaded alone, as asked")
+        return list(held[file])
+    files = _in_order(selection, others)
+    parts = {file: held[file] for file in files}
     first = {info.name: info for info in parts[files[0]]}
     shapes = _shapes(selection.listing)
     if shapes is not None:
@@ -66,7 +68,8 @@ def whole_tensors(
             way = shapes.way_of(first[name], len(parts))
         return way
 
-    whole = put_together(parts, declared_or_proved)
+    places = {f"{selection.listing.where}/{file}": infos for file, infos in parts.items()}
+    whole = put_together(places, declared_or_proved, hint=f"by the loader 'torch', {WAYS_HINT}")
     notes.append(f"{_listed(files)}: tensor-parallel parts, put together")
     return whole
 
@@ -78,24 +81,83 @@ def _names(listing: Listing) -> frozenset[str]:
         return frozenset()
 
 
+def _all_names(listing: Listing) -> set[str]:
+    """Also those of what is there, but is no regular file."""
+    names = _names(listing)
+    return {*names, *listing.odd} if names else set()
+
+
+def _is_part(name: str) -> bool:
+    return part_number(name) is not None
+
+
 def _shapes(listing: Listing) -> LlamaShapes | None:
     if PARAMS_FILE not in _names(listing):
         return None
     return LlamaShapes.read(read_small(listing.open(PARAMS_FILE), MAX_PARAMS_BYTES))
 
 
-def _check_numbers(selection: Selection, files: Sequence[str], others: Sequence[str]) -> None:
-    if others:
+def _in_order(selection: Selection, others: Sequence[str]) -> list[str]:
+    """The files in the order of their ranks, which are all there, each once, as far as their names tell."""
+    files = list(selection.files)
+    strangers = [file for file in files if not _is_part(file)]
+    if strangers and len(strangers) < len(files):
+        parts = [file for file in files if _is_part(file)]
+        raise AmbiguousSourceError(
+            f"{_listed(strangers)} {'are' if len(strangers) > 1 else 'is'} no tensor-parallel part, going by "
+            f"the name, as {_listed(parts)} {'are' if len(parts) > 1 else 'is'}",
+            file=selection.listing.where,
+            hint="choose by file_pattern, e.g. file_pattern='consolidated.*'",
+        )
+    if not strangers and others:
         raise IncompleteCheckpointError(
-            f"{_listed(sorted(others))} {'are parts' if len(others) > 1 else 'is a part'} of the same checkpoint as "
+            f"{_listed(others)} {'are parts' if len(others) > 1 else 'is a part'} of the same checkpoint as "
             f"{_listed(files)}, but left out",
             file=selection.listing.where,
             hint="take all parts, or name the one that is wanted by itself",
         )
-    numbers = [part_number(file) for file in files]
-    lacking = [_numbered(files[0], number) for number in range(numbers[-1] or 0) if number not in numbers]
-    if lacking:
-        raise _missing(selection, lacking, files)
+    place = _place_of_number(files)
+    if place is None:
+        return files
+    by_number: dict[int, str] = {}
+    for file in files:
+        twin = by_number.setdefault(int(_pieces(file)[place]), file)
+        if twin != file:
+            raise AmbiguousSourceError(
+                f"{twin} and {file} are the same part, going by their numbers",
+                file=selection.listing.where,
+                hint="remove one of them, or choose by file_pattern",
+            )
+    ordered = [by_number[number] for number in sorted(by_number)]
+    # Some count from one.
+    expected = range(0 if _is_part(files[0]) else min(1, *by_number), max(by_number) + 1)
+    lacking = islice((number for number in expected if number not in by_number), _SHOWN)
+    names = [_numbered(ordered[0], place, number) for number in lacking]
+    if names:
+        raise _missing(selection, names, ordered)
+    return ordered
+
+
+def _pieces(file: str) -> list[str]:
+    """A name as text, number, text, number, ..., text."""
+    return re.split("([0-9]+)", file)
+
+
+def _place_of_number(files: Sequence[str]) -> int | None:
+    """Which of the `_pieces` of the names is the number of the part; None if that can't be told."""
+    if is_set_of_parts(files):
+        return 1
+    names = [_pieces(file) for file in files]
+    if len({len(name) for name in names}) > 1:
+        return None
+    differ = [place for place, pieces in enumerate(zip(*names, strict=True)) if len(set(pieces)) > 1]
+    return differ[0] if len(differ) == 1 and differ[0] % 2 else None
+
+
+def _numbered(file: str, place: int, number: int) -> str:
+    """The name of a part of the same set with another number."""
+    pieces = _pieces(file)
+    return "".join([*pieces[:place], f"{number:0{len(pieces[place])}}", *pieces[place + 1 :]])
 
 
 def _check_count(selection: Selection, needed: int | None, files: Sequence[str]) -> None:
@@ -108,8 +170,10 @@ def _check_count(selection: Selection, needed: int | None, files: Sequence[str])
             file=selection.listing.where,
             hint="the files belong to different checkpoints: remove the others",
         )
+    place = _place_of_number(files)
     # A count by shapes alone may be absurd, so no more names are made than are shown.
-    lacking = [_numbered(files[0], number) for number in range(len(files), min(needed, len(files) + _SHOWN))]
+    numbers = range(len(files), min(needed, len(files) + _SHOWN))
+    lacking = ["another part"] if place is None else [_numbered(files[0], place, number) for number in numbers]
     raise _missing(selection, lacking, files, f"; by their shapes and {PARAMS_FILE} there are {needed} parts")
 
 
@@ -121,12 +185,6 @@ def _missing(
         file=selection.listing.where,
         hint="each tensor is spread over all parts: fetch what is missing",
     )
-
-
-def _numbered(file: str, number: int) -> str:
-    """The name of a part of the same set with another number."""
-    stem, digits, suffix = file.rsplit(".", 2)
-    return f"{stem}.{number:0{len(digits)}}.{suffix}"
 
 
 def _listed(files: Sequence[str]) -> str:

@@ -149,7 +149,8 @@ def _joined(name: str, way: Split, having: Mapping[str, TensorInfo]) -> TensorIn
     if all(info.is_raw for info in infos):
         extents = [e for info, begin, end, at in _pieces(infos, way, axis) for e in _moved(info, axis, begin, end, at)]
         return TensorInfo(name, first.dtype, shape, extents)
-    return TensorInfo(name, first.dtype, shape, read=partial(_read_joined, infos, way, axis))
+    origins = {origin: None for info in infos for origin in info.origins}
+    return TensorInfo(name, first.dtype, shape, read=partial(_read_joined, infos, way, axis), sources=origins)
 
 
 def _other_sizes(info: TensorInfo, axis: int) -> tuple[int, ...]:

@@ -206,13 +206,13 @@ class _Content:
         self.densified.append(name)
         shape = tuple(tensor.shape)
         dense = partial(_dense, parts, tensor.layout, shape, name, self.source.name)
-        return TensorInfo(name, tensor.dtype, shape, read=dense)
+        return TensorInfo(name, tensor.dtype, shape, read=dense, sources=[self.source])
 
     def _strided(self, name: str, tensor: torch.Tensor) -> TensorInfo:
         dtype, shape, strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
         part = self.storages.part_of(tensor)
         if part is None and self.loaded:
-            return TensorInfo(name, dtype, shape, read=partial(_own_copy, tensor))
+            return TensorInfo(name, dtype, shape, read=partial(_own_copy, tensor), sources=[self.source])
         if part is None and tensor.device.type == "meta":
             raise self._error(f"holds no data for the tensor {name!r}: it was saved from the meta device", tensor=name)
         if 0 in shape:
@@ -240,7 +240,8 @@ class _Content:
             self.unpacked.append(name)
         elif not (tensor.is_conj() or tensor.is_neg()):
             return raw
-        return TensorInfo(name, dtype, shape, read=partial(_resolved, raw, tensor.is_conj(), tensor.is_neg()))
+        resolved = partial(_resolved, raw, tensor.is_conj(), tensor.is_neg())
+        return TensorInfo(name, dtype, shape, read=resolved, sources=[self.source])
 
     def _error(self, what: str, **where: str | None) -> CheckpointFormatError:
         return CheckpointFormatError(f"{self.source.name} {what}", file=self.source.name, **where)

@@ -17,6 +17,8 @@ from weightloaders.weights.source import close_files
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from weightloaders.weights.source import ByteSource
+
 
 class Weights(Mapping[str, torch.Tensor]):
     """The tensors of a source, by name. Nothing is read until a tensor is asked for.
@@ -33,6 +35,7 @@ class Weights(Mapping[str, torch.Tensor]):
         notes: Remarks for the report: sentences about how the source was read.
         borrowed: Whether tensors that ``read`` and `stream` hand out are reused.
         stream: The source's own way to read many tensors; see `describe`.
+        described_by: What says which tensors there are and where: an index, metadata; see `describe`.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Weights(Mapping[str, torch.Tensor]):
         skipped_files: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         stream: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]] | None = None,
+        described_by: Iterable[ByteSource] = (),
     ) -> None:
         catalogue: dict[str, TensorInfo] = {}
         for info in infos:
@@ -68,6 +72,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self.metadata = dict(metadata or {})
         self.skipped_files = dict(skipped_files or {})
         self.notes = tuple(notes)
+        self.described_by = tuple(described_by)
 
     @classmethod
     def describe(
@@ -80,6 +85,7 @@ class Weights(Mapping[str, torch.Tensor]):
         skipped_files: Mapping[str, str] | None = None,
         notes: Iterable[str] = (),
         stream: Callable[[Sequence[str]], Iterable[tuple[str, torch.Tensor]]] | None = None,
+        described_by: Iterable[ByteSource] = (),
     ) -> Weights:
         """Make weights from a catalogue: the ten-line route for loader authors.
 
@@ -94,13 +100,15 @@ class Weights(Mapping[str, torch.Tensor]):
             stream: For a source that reads many tensors faster than one after the other by their ``read``: given names,
                 yields ``(name, tensor)`` for each of them, in an order of its own. A load whose plan has been checked
                 asks it once, for all that it needs; single tensors are still had by ``read``.
+            described_by: Files that no tensor lies in, but that say which there are and where, such as an index: what
+                holds files against checksums asks for these, too.
 
         Raises:
             DuplicateTensorError: If a name occurs twice.
         """
         return cls(
             infos, close=close, borrowed=borrowed, metadata=metadata, skipped_files=skipped_files, notes=notes,
-            stream=stream,
+            stream=stream, described_by=described_by,
         )  # fmt: skip
 
     def __repr__(self) -> str:

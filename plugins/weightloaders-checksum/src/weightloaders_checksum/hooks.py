@@ -13,9 +13,11 @@ from weightloaders_checksum.settings import settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from weightloaders.plan import Severity
     from weightloaders.weights.checksums import Mismatch
 
 _SHOWN = 6
+_FROM_NOWHERE = "nothing says which files these come from, so no checksum was compared"
 
 
 @wl.hookimpl
@@ -41,16 +43,20 @@ def before_load(plan: wl.LoadPlan) -> None:
             unknown.append(source.name)
         else:
             expected[source] = known
-    nowhere = [info.name for info in plan.tensors_read if info.numel and not info.extents]
+    nowhere = [info.name for info in plan.tensors_read if info.numel and not info.origins]
+    nowhere = nowhere or ([] if plan.tensors_read else ["a stream's tensors"])
     if asked.unknown == "error":
-        _refuse_unknown(unknown, nowhere or ([] if plan.tensors_read else ["a stream's tensors"]))
+        _refuse_unknown(unknown, nowhere)
     _refuse_changed(wl.Checksum.mismatches(expected))
-    _tell(plan, expected, unknown if asked.unknown == "warn" else [])
+    _tell(plan, expected)
+    if asked.unknown == "warn":
+        _warn(plan, unknown, nowhere)
 
 
 def _sources_of(plan: wl.LoadPlan) -> list[wl.ByteSource]:
-    origins = (extent.source.origin for info in plan.tensors_read for extent in info.extents if extent.length)
-    return list({origin.name: origin for origin in origins}.values())
+    """The files that tensors are read from, and those that say where they are."""
+    sources = [*(origin for info in plan.tensors_read for origin in info.origins), *plan.described_by]
+    return list({source.name: source for source in sources}.values())
 
 
 def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
@@ -58,9 +64,7 @@ def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
     if files:
         raise SourceReadError(f"no checksum is known of {_listed(files)}", file=files[0], hint=hint)
     if tensors:
-        raise SourceReadError(
-            f"nothing says which files these come from, so no checksum is known: {_listed(tensors)}", hint=hint
-        )
+        raise SourceReadError(f"{_FROM_NOWHERE}: {_listed(tensors)}", tensor=tensors[0], hint=hint)
 
 
 def _refuse_changed(mismatches: Sequence[Mismatch]) -> None:
@@ -81,21 +85,32 @@ def _called(checksum: wl.Checksum) -> str:
     return "checksum (sha256)" if checksum.algorithm == "sha256" else "checksum (git's)"
 
 
-def _tell(plan: wl.LoadPlan, expected: dict[wl.ByteSource, wl.Checksum], unknown: Sequence[str]) -> None:
-    """Put it into the report, by way of the plan's findings."""
-    from weightloaders.plan import Finding
-
-    found = []
+def _tell(plan: wl.LoadPlan, expected: dict[wl.ByteSource, wl.Checksum]) -> None:
+    """Put what was compared into the report, by way of the plan's findings."""
     if expected:
         by = ", ".join(dict.fromkeys(checksum.said_by for checksum in expected.values()))
         files = "1 file" if len(expected) == 1 else f"{len(expected)} files"
-        found.append(Finding("note", "info", f"checksums compared and right: {files}, by {by}"))
-    if unknown:
-        message = f"no checksum is known of {_listed(unknown)}"
-        hint = "list it in SHA256SUMS beside it; WEIGHTLOADERS_CHECKSUM_UNKNOWN=ignore silences this"
-        found.append(Finding("checksum", "warning", message, file=unknown[0], hint=hint))
+        _add(plan, "note", "info", f"checksums compared and right: {files}, by {by}")
+
+
+def _warn(plan: wl.LoadPlan, files: Sequence[str], tensors: Sequence[str]) -> None:
+    silence = "WEIGHTLOADERS_CHECKSUM_UNKNOWN=ignore silences this"
+    if files:
+        hint = f"list it in SHA256SUMS beside it; {silence}"
+        _add(plan, "checksum", "warning", f"no checksum is known of {_listed(files)}", hint, files[0])
+    if tensors:
+        _add(plan, "checksum", "warning", f"{_FROM_NOWHERE}: {_listed(tensors)}", silence)
+
+
+def _add(
+    plan: wl.LoadPlan, kind: str, severity: Severity, message: str, hint: str | None = None, file: str | None = None
+) -> None:
+    from weightloaders.plan import Finding
+
+    finding = Finding(kind, severity, message, file=file, hint=hint)
     # A plan may be run several times.
-    plan.findings.extend(finding for finding in found if finding not in plan.findings)
+    if finding not in plan.findings:
+        plan.findings.append(finding)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -47,13 +47,13 @@ def configure(
             or ``"ignore"``.
 
     Raises:
-        ConfigError: If ``unknown`` is none of these.
+        ConfigError: If ``unknown`` is none of these, or a path is none.
     """
     global _configured
-    given = [] if lists is None else [lists] if isinstance(lists, str | Path) else lists
+    given = [] if lists is None else lists if isinstance(lists, list | tuple) else [lists]
     _configured = Settings(
-        tuple(Path(path).expanduser() for path in given),
-        None if root is None else Path(root).expanduser(),
+        tuple(_path(path, "a list of checksums") for path in given),
+        None if root is None else _path(root, "root"),
         _checked(unknown, "unknown"),
     )
 
@@ -73,6 +73,12 @@ def settings() -> Settings:
         Path(root).expanduser() if root else None,
         _checked(os.environ.get(_UNKNOWN) or "warn", f"the environment variable {_UNKNOWN}"),
     )
+
+
+def _path(value: object, what: str) -> Path:
+    if not isinstance(value, str | Path):
+        raise ConfigError(f"{what} is given by its path, not as {value!r}")
+    return Path(value).expanduser()
 
 
 def _checked(value: object, what: str) -> Unknown:

@@ -2,8 +2,8 @@
 
 Such a file is one item after another, and an item is what `torch.save` makes of one tensor: a small zip file, with the
 tensor's bytes raw in it. Its directory is at its end and its pickle at its beginning, which makes many reads of each
-item. But what lies before the bytes is the same in all items of one shape and dtype, down to a checksum; so only the
-first of these is taken apart, and of the others no more than that beginning is read.
+item. But what lies before the bytes, the pickle first, is the same in all items of one shape and dtype, down to a
+checksum; so only the first of these is taken apart, and of the others no more than that beginning is read.
 
 Where the format of the file is safetensors (``SerializationFormat.SAFETENSORS``), its header says it all.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Bytes of an item before those of its tensor: some 700 for one of few dimensions.
 _HEAD = 1280
-_LOCAL_HEADER, _CHECKSUM = b"PK\x03\x04", slice(14, 18)
+_LOCAL_HEADER, _CHECKSUM, _NAME_LENGTH, _NAME = b"PK\x03\x04", slice(14, 18), slice(26, 28), 30
 
 
 class Items:
@@ -91,10 +91,17 @@ class Items:
             return info
         length = info.extents[0].offset
         at = head.rfind(_LOCAL_HEADER, 0, length)
-        if at >= 0 and length <= len(head):
+        # Strides are in the pickle: only where that stands in front do equal beginnings mean equal items.
+        if at > 0 and length <= len(head) and _begins_with_pickle(head):
             self._forms[length, at] = None
             self._known[chunk.length, _masked(head, length, at)] = info
         return _placed(info, name, source, chunk.offset)
+
+
+def _begins_with_pickle(head: bytes) -> bool:
+    """Whether the first file of an item, as torch writes it, is its pickle."""
+    end = _NAME + int.from_bytes(head[_NAME_LENGTH], "little")
+    return head.startswith(_LOCAL_HEADER) and head[_NAME:end].endswith(b"/data.pkl")
 
 
 def _masked(head: bytes, length: int, at: int) -> bytes:
@@ -121,6 +128,10 @@ class _Window(ByteSource):
     def __init__(self, source: ByteSource, offset: int, length: int) -> None:
         self._source, self._offset, self._length = source, offset, length
         self.name = source.name
+
+    @property
+    def origin(self) -> ByteSource:
+        return self._source.origin
 
     @property
     def size(self) -> int:

@@ -21,7 +21,7 @@ from weightloaders_dcp.pickled import Record, read_pickle
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from weightloaders import Listing
+    from weightloaders import ByteSource, Listing
 
 # Some hundred bytes a chunk: ten million of them.
 _MAX_BYTES = 1 << 30
@@ -76,10 +76,12 @@ class Metadata:
     Args:
         tensors: All tensors, be they weights or an optimizer's.
         others: Names of what else was saved.
+        said_by: The files that say so.
     """
 
     tensors: tuple[StoredTensor, ...]
     others: tuple[str, ...]
+    said_by: tuple[ByteSource, ...]
 
 
 def read_metadata(listing: Listing) -> Metadata:
@@ -121,7 +123,7 @@ def _read(listing: Listing, name: str) -> Metadata:
         )
     root = read_pickle(source.read(0, source.size), source.name)
     try:
-        return _understood(root)
+        return _understood(root, source)
     except _Malformed as error:
         raise CheckpointFormatError(
             f"{source.name} is no metadata of DCP's: {error}", file=source.name, tensor=error.tensor
@@ -150,7 +152,8 @@ def _merged(parts: Sequence[Metadata], where: str) -> Metadata:
                 _each_box_once((*known.chunks, *tensor.chunks)),
                 known.transformed or tensor.transformed,
             )  # fmt: skip
-    return Metadata(tuple(tensors.values()), tuple(dict.fromkeys(name for part in parts for name in part.others)))
+    others = dict.fromkeys(name for part in parts for name in part.others)
+    return Metadata(tuple(tensors.values()), tuple(others), tuple(source for part in parts for source in part.said_by))
 
 
 def _each_box_once(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
@@ -170,7 +173,7 @@ class _Outside(Exception):  # noqa: N818 -- never leaves this module
     """A file outside the folder."""
 
 
-def _understood(root: Any) -> Metadata:
+def _understood(root: Any, source: ByteSource) -> Metadata:
     fields = _fields(root, "Metadata")
     stored = {_index(key): value for key, value in _dict(fields.get("storage_data"), "storage_data").items()}
     paths = fields.get("planner_data")
@@ -182,7 +185,7 @@ def _understood(root: Any) -> Metadata:
             others.append(name)
         else:
             tensors.append(_tensor(name, entry, stored, _path(name, paths)))
-    return Metadata(tuple(tensors), tuple(others))
+    return Metadata(tuple(tensors), tuple(others), (source,))
 
 
 def _tensor(

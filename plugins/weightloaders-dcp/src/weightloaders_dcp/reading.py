@@ -10,6 +10,7 @@ import torch
 
 from weightloaders import Extent, FolderListing, TensorInfo, Weights
 from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
+from weightloaders.weights.boxes import Box, check_cover
 from weightloaders.weights.collector import collector_paused
 from weightloaders.weights.reading import read_tensor
 from weightloaders_dcp.choosing import choose
@@ -52,7 +53,8 @@ def read_checkpoint(listing: Listing, key: str | None) -> Weights:
         for chunk, info in pieces:
             check(info, chunk, tensor.dtype, f"{listing.where}/{chunk.file}")
         infos.append(whole(name, tensor.dtype, tensor.shape, pieces))
-    return Weights.describe(infos, notes=list(_notes(chosen.key, key, chosen.left_out, metadata.others)))
+    notes = _notes(chosen.key, key, chosen.left_out, metadata.others)
+    return Weights.describe(infos, notes=notes, described_by=metadata.said_by)
 
 
 def whole(
@@ -70,7 +72,9 @@ def whole(
             for e in info.extents
         ]
         return TensorInfo(name, dtype, shape, extents)
-    return TensorInfo(name, dtype, shape, read=partial(_read_whole, dtype, shape, pieces))
+    origins = {origin: None for _, info in pieces for origin in info.origins}
+    check_cover(name, shape, [Box(chunk.at, chunk.shape, info.origins[0].name) for chunk, info in pieces])
+    return TensorInfo(name, dtype, shape, read=partial(_read_whole, dtype, shape, pieces), sources=origins)
 
 
 def _read_whole(dtype: torch.dtype, shape: tuple[int, ...], pieces: Iterable[tuple[Chunk, TensorInfo]]) -> torch.Tensor:

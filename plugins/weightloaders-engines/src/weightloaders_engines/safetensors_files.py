@@ -75,6 +75,7 @@ class SafetensorsEngine(wl.BaseWeightLoader):
             skipped_files=found.skipped_files,
             notes=found.notes,
             stream=stream,
+            described_by=found.described_by,
         )
 
     @abstractmethod

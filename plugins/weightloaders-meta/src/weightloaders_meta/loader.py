@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 # Its names are resolved on first use.
 import weightloaders as wl
-from weightloaders.errors import OptionsError, SourceNotFoundError
+from weightloaders.errors import ModelError, OptionsError, SourceNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +47,7 @@ class MetaLoader(wl.BaseWeightLoader):
         axes: Mapping[str, Any] | None = None,
         max_position_embeddings: int | None = None,
     ) -> None:
-        if max_position_embeddings is not None and max_position_embeddings <= 0:
+        if max_position_embeddings is not None and not 0 < max_position_embeddings < 1 << 31:
             raise OptionsError(f"max_position_embeddings is a positive number, not {max_position_embeddings}")
         self.file_pattern = file_pattern
         self.axes = axes
@@ -66,7 +66,11 @@ class MetaLoader(wl.BaseWeightLoader):
         folder = _folder(model_name_or_path)
         loader, pattern = _kind_of(folder, self.file_pattern)
         options = {"axes": self.axes} if loader == "torch" else {}
-        return wl.open_weights(folder, loader, file_pattern=pattern, **options)
+        weights = wl.open_weights(folder, loader, file_pattern=pattern, **options)
+        params = wl.FolderListing(folder).open(PARAMS_FILE)
+        if params.name not in {source.name for source in weights.described_by}:
+            weights.described_by += (params,)
+        return weights
 
     def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path:  # noqa: ARG002 -- both are there
         """A folder with a config made of ``params.json``, and the tokenizer, if it is one that transformers reads.
@@ -83,10 +87,17 @@ class MetaLoader(wl.BaseWeightLoader):
         with self._lock:
             made = self._folders.get(folder)
             if made is None:
-                made = Path(tempfile.mkdtemp(prefix="weightloaders-meta-"))
-                weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
-                with self.get_weights(str(folder)) as weights:
-                    write_model_files(folder, weights, made, self.max_position_embeddings)
+                try:
+                    made = Path(tempfile.mkdtemp(prefix="weightloaders-meta-"))
+                    weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+                    with self.get_weights(str(folder)) as weights:
+                        write_model_files(folder, weights, made, self.max_position_embeddings)
+                except OSError as error:
+                    raise ModelError(
+                        f"the config that is made of {PARAMS_FILE} can't be written: {error}",
+                        file=folder / PARAMS_FILE,
+                        hint="point TMPDIR to a folder that can be written to and has room",
+                    ) from error
                 self._folders[folder] = made
         return made
 

@@ -131,7 +131,8 @@ def _describe(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> 
         return wl.TensorInfo(name, dtype, shape, (extent,))
     if member.compress_type != zipfile.ZIP_DEFLATED or member.file_size > _MAX_DEFLATE_RATIO * member.compress_size:
         raise CheckpointFormatError(f"array {name!r} is not compressed as numpy.savez_compressed does", **where)
-    return wl.TensorInfo(name, dtype, shape, read=lambda: _unpack(path, member))
+    source = wl.Extent(path).source
+    return wl.TensorInfo(name, dtype, shape, read=lambda: _unpack(path, member), sources=[source])
 
 
 def _torch_dtype(stored: np.dtype, where: dict[str, str]) -> torch.dtype:
