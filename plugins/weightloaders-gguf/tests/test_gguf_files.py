@@ -258,3 +258,61 @@ def test_a_file_of_no_known_model_is_converted_without_a_config(tmp_path):
     found = CliRunner().invoke(app, ["convert", str(path), str(tmp_path / "out"), "--to", "safetensors", "--quiet"])
     assert found.exit_code == 0, found.output
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+# ------------------------------------------------------------------ what lies beside it, and what is said oddly
+
+
+@pytest.mark.parametrize("said", [[3, 4], "x", 2.5, True], ids=str)
+@pytest.mark.parametrize("key", ["split.count", "split.no", "split.tensors.count"])
+def test_a_number_of_parts_that_is_none_is_named(tmp_path, key, said):
+    properties = {"split.no": 0, "split.count": 2, "split.tensors.count": 2}
+    for number in range(2):
+        gguf_models.write(
+            tmp_path / f"m-{number + 1:05d}-of-00002.gguf",
+            {f"t{number}": torch.ones(4)},
+            properties={**properties, "split.no": number, key: said},
+        )
+    with pytest.raises(CheckpointFormatError, match=f"says {key}: .*whole number") as raised:
+        wl.open_weights(tmp_path)
+    assert raised.value.file.startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x.gguf", "~nosuchuser:Q4_0"])
+def test_a_home_that_nobody_has_is_not_there(source):
+    with pytest.raises(SourceNotFoundError, match="is not there"):
+        wl.open_weights(source, "gguf")
+
+
+def test_a_link_that_leads_nowhere_is_no_model(tmp_path):
+    (tmp_path / "gone.gguf").symlink_to("nothing")
+    with pytest.raises(SourceNotFoundError, match=r"gone\.gguf \(is a link that leads nowhere\)"):
+        wl.open_weights(tmp_path, "gguf")
+    assert GgufLoader.probe(str(tmp_path)).answer == "no"
+    one(tmp_path / "there.gguf", 3)
+    assert value_of(tmp_path) == 3
+
+
+def test_a_part_that_is_a_link_to_nowhere_is_missing(split):
+    split[1].unlink()
+    split[1].symlink_to("nothing")
+    with pytest.raises(IncompleteCheckpointError, match="is a link that leads nowhere"):
+        wl.open_weights(split[0].parent)
+
+
+def test_only_of_a_folder_on_disk_a_tag_is_suggested(tmp_path):
+    for name in ("a-Q4_0.gguf", "a-Q8_0.gguf"):
+        one(tmp_path / name)
+
+    class Elsewhere:
+        where, odd = "s3://bucket/models", {}
+        names = frozenset({"a-Q4_0.gguf", "a-Q8_0.gguf"})
+
+        def problems(self, names):
+            return {}
+
+    for listing, tagged in ((Elsewhere(), False), (wl.FolderListing(tmp_path), True)):
+        with pytest.raises(AmbiguousSourceError) as raised:
+            GgufLoader().get_listed_weights(listing)
+        assert (":Q4_K_M" in raised.value.hint) is tagged
+        assert "file_pattern" in raised.value.hint

@@ -1,5 +1,6 @@
 """Whole models of every architecture: names, layouts and configs, as transformers' own loading has them, to the bit."""
 
+import signal
 import struct
 import warnings
 
@@ -417,3 +418,156 @@ def test_an_empty_tensor_of_endless_rows_is_arranged_at_once(tmp_path, architect
     with wl.open_weights(path) as weights:
         (name,) = weights
         assert weights[name].shape == dims[::-1]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
+def test_halves_of_experts_in_different_parts_are_stacked_or_both_files_are_named(tmp_path, architecture):
+    halves = {"ffn_gate_exps": torch.zeros(1, 2, 2), "ffn_up_exps": torch.ones(1, 2, 2)}
+    for number, (leaf, value) in enumerate(halves.items()):
+        said = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
+        path = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
+        gguf_models.write(path, {f"blk.0.{leaf}.weight": value}, architecture, said)
+    if architecture == "qwen3moe":
+        with wl.open_weights(tmp_path) as weights:
+            assert torch.equal(weights["model.layers.0.mlp.experts.gate_up_proj"], torch.cat([*halves.values()], dim=1))
+        return
+    with pytest.raises(CheckpointFormatError, match=r"00001-of-00002.gguf and .*00002-of-00002.gguf") as raised:
+        wl.open_weights(tmp_path)
+    assert raised.value.tensor == "blk.0.ffn_up_exps.weight"
+    assert "--merge" in raised.value.hint
+
+
+# ------------------------------------------------------------------ what is said, but can't be
+
+
+def claiming(
+    folder, architecture="qwen3", said=(), names=("blk.0.attn_norm.weight", "token_embd.weight"), shape=(4, 8)
+):
+    """A file of few bytes that says what it likes."""
+    sizes = {"block_count": 1, "embedding_length": 8, "attention.head_count": 1, "feed_forward_length": 8}
+    stated = {"context_length": 16, "vocab_size": 4, "attention.head_count_kv": 1} | sizes | dict(said)
+    pairs = [
+        value if isinstance(value, bytes) else raw.pair(f"{architecture}.{key}", 10, struct.pack("<Q", value))
+        for key, value in stated.items()
+    ]
+    tensors = [raw.tensor(name, shape[::-1], 0, at * 4 * 32) for at, name in enumerate(names)]
+    path = folder / "a.gguf"
+    path.write_bytes(
+        raw.gguf_file(
+            (raw.string("general.architecture", architecture), *pairs), tuple(tensors), bytes(len(names) * 128)
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("number", [2, 1 << 31, 1 << 62])
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [
+        *(("qwen3", key) for key in ("block_count", "nextn_predict_layers")),
+        *(("qwen35", key) for key in ("block_count", "nextn_predict_layers")),
+        ("lfm2", "block_count"), ("t5", "block_count"), ("gpt2", "block_count"),
+    ],
+)  # fmt: skip
+def test_more_layers_than_there_are_tensors_of_are_refused_before_a_config_is_made(tmp_path, architecture, key, number):
+    path = claiming(tmp_path, architecture, {key: number})
+    with pytest.raises(ModelError, match=rf"{architecture}\.{key}: {number:,}, but it has") as raised:
+        GgufLoader().get_model_files(str(path), "config.json")
+    assert raised.value.file == str(path)
+    assert "config=" in raised.value.hint
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "attention.head_count", "attention.key_length", "expert_count"])
+def test_sizes_that_no_tensor_has_are_refused_before_a_config_is_made(tmp_path, key):
+    path = claiming(tmp_path, said={key: 1 << 40})
+    with pytest.raises(ModelError, match="no tensor has a size above 8"):
+        wl.from_pretrained(path)
+
+
+def test_positions_are_held_against_their_table(tmp_path):
+    path = claiming(tmp_path, "gpt2", {"context_length": 1 << 31}, ("blk.0.attn_norm.weight", "position_embd.weight"))
+    with pytest.raises(ModelError, match="context_length"):
+        wl.from_pretrained(path)
+
+
+def test_a_layer_that_is_predicted_ahead_may_be_counted_and_left_out(tmp_path):
+    path = claiming(tmp_path, said={"block_count": 2, "nextn_predict_layers": 1})
+    assert GgufLoader().get_model_files(str(path), "config.json")
+
+
+def test_tensors_outside_the_layers_are_told_from_those_that_are_left_out(tmp_path):
+    path = claiming(tmp_path, "qwen35", {"block_count": 1 << 62, "nextn_predict_layers": 1 << 62})
+    with wl.open_weights(path) as weights:
+        assert list(weights) == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        raw.string("qwen3.vocab_size", "x"),
+        raw.number("qwen3.attention.layer_norm_rms_epsilon", 1),
+        raw.array("qwen3.attention.head_count_kv", raw.UINT32, 3, struct.pack("<3I", 1, 2, 3)),
+        raw.pair("tokenizer.ggml.bos_token_id", 7, b"\1"),
+    ],
+    ids=["text", "whole number", "one of each layer", "truth"],
+)
+def test_what_a_config_can_not_say_is_an_error_of_our_own(tmp_path, value):
+    path = claiming(tmp_path, said={value[8 + len("qwen3.") : 8 + value[0]].decode(): value})
+    with pytest.raises(ModelError) as raised:
+        wl.from_pretrained(path)
+    assert raised.value.file == str(path)
+    assert "config=" in raised.value.hint
+
+
+def test_a_panic_of_the_tokenizers_library_is_an_error_of_our_own(tmp_path, capfd):
+    texts = {"tokens": ["a", "a", "a", "a"], "merges": ["a a"]}
+    said = {
+        key: raw.array(f"tokenizer.ggml.{key}", raw.STRING, len(value), b"".join(raw.text(text) for text in value))
+        for key, value in texts.items()
+    }
+    path = claiming(tmp_path, said={**said, "model": raw.string("tokenizer.ggml.model", "gpt2")})
+    with pytest.raises(ModelError, match="can't build the tokenizer") as raised:
+        GgufLoader().get_model_files(str(path))
+    assert "tokenizer=" in raised.value.hint
+    capfd.readouterr()
+
+
+def test_an_interrupt_stays_one(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.integrations.gguf.convert_gguf_tokenizer", interrupted)
+    tokens = raw.array("tokenizer.ggml.tokens", raw.STRING, 1, raw.text("a"))
+    path = claiming(tmp_path, said={"tokens": tokens})
+    with pytest.raises(KeyboardInterrupt):
+        GgufLoader().get_model_files(str(path))
+
+
+def test_a_temporary_folder_that_is_not_there_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match="temporary folder") as raised:
+        wl.from_pretrained(claiming(tmp_path))
+    assert "TMPDIR" in raised.value.hint
+
+
+def test_a_tokenizer_that_could_not_be_written_is_written_when_there_is_room(tmp_path):
+    resource = pytest.importorskip("resource")
+    said = gguf_models.properties_of("llama", gguf_models.tiny("llama").config)
+    said |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0] * 96}
+    path = gguf_models.write(
+        tmp_path / "a.gguf", {f"blk.{n}.attn_norm.weight": torch.ones(128) for n in range(2)}, "llama", said
+    )
+    loader = GgufLoader()
+    folder = loader.get_model_files(str(path), "config.json")
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(ModelError, match="temporary folder") as raised:
+            loader.get_model_files(str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "TMPDIR" in raised.value.hint
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+    assert loader.get_model_files(str(path)) == folder
+    assert transformers.AutoTokenizer.from_pretrained(folder).vocab_size == 96

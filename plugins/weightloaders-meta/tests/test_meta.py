@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel, MistralConfig
 from typer.testing import CliRunner
+from weightloaders_meta import MetaLoader
 
 from weightloaders import LLM, SamplingParams, WeightLoaderRegistry, from_pretrained, load_into, open_weights, plan_load
 from weightloaders.cli.main import app
-from weightloaders.errors import IncompleteCheckpointError, ModelError, OptionsError, PlanError, SourceNotFoundError
+from weightloaders.errors import (
+    IncompleteCheckpointError,
+    ModelError,
+    OptionsError,
+    PlanError,
+    SourceNotFoundError,
+    WeightLoadersError,
+)
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -314,6 +323,68 @@ def test_params_that_are_not_those_of_the_weights_are_refused(tmp_path, referenc
     with pytest.raises(ModelError, match=message) as caught:
         from_pretrained(folder, loader="meta", progress=False)
     assert "params.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("norm_eps", value) for value in (-1, 0, float("nan"), float("inf"), 10**400, "1e-5", None)),
+        *(("rope_theta", value) for value in (-1, float("inf"), 10**400, [1])),
+        *(("max_seq_len", value) for value in (-5, 10**30, "abc", [5], 1.5)),
+        *(("sliding_window", value) for value in (-1, "x", True)),
+        *(("n_kv_heads", value) for value in ("2", -2, 3, 4)),
+        *(("n_heads", value) for value in (3, 0, 1 << 40)),
+        *(("n_layers", value) for value in (1, 4, 1 << 30, "3")),
+    ],
+)
+def test_absurd_values_in_params_are_refused_by_the_file(tmp_path, reference, field, value):
+    folder = folder_of(tmp_path / "llama", reference)
+    (folder / "params.json").write_text(json.dumps({**PARAMS, field: value}))
+    with pytest.raises(ModelError) as caught:
+        MetaLoader().get_model_files(str(folder))
+    assert caught.value.file == str(folder / "params.json")
+
+
+def test_a_scaling_that_is_no_number_is_refused(tmp_path, reference):
+    folder = folder_of(tmp_path / "llama", reference)
+    for value in ([1], 10**400, -1):
+        params = {**PARAMS, "use_scaled_rope": True, "rope_scaling_factor": value}
+        (folder / "params.json").write_text(json.dumps(params))
+        with pytest.raises(ModelError, match="rope_scaling_factor"):
+            MetaLoader().get_model_files(str(folder))
+
+
+def test_only_layers_that_are_all_there_make_a_model(tmp_path, reference):
+    folder = folder_of(tmp_path / "llama", reference)
+    state = as_meta(reference)
+    params = {name: value for name, value in PARAMS.items() if name != "n_layers"}
+    (folder / "params.json").write_text(json.dumps(params))
+    torch.save({**state, "layers.99999.attention.wq.weight": torch.ones(64, 64)}, folder / "consolidated.00.pth")
+    with pytest.raises(ModelError, match="no layer 3 among the weights, but layer 99999"):
+        MetaLoader().get_model_files(str(folder))
+    torch.save({n: t for n, t in state.items() if not n.startswith("layers.")}, folder / "consolidated.00.pth")
+    with pytest.raises(ModelError, match="no layer 0 among the weights"):
+        MetaLoader().get_model_files(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tok_embeddings.weight", "layers.0.attention.wq.weight"])
+@pytest.mark.parametrize(
+    "changed", [lambda t: torch.tensor(1.0), lambda t: t[:0], lambda t: t.to(torch.float8_e4m3fn), torch.Tensor.char]
+)
+def test_weights_that_a_model_can_not_compute_with_are_refused_by_name(tmp_path, reference, name, changed):
+    folder = folder_of(tmp_path / "llama", reference)
+    state = as_meta(reference)
+    torch.save({**state, name: changed(state[name])}, folder / "consolidated.00.pth")
+    with pytest.raises(WeightLoadersError) as caught:
+        MetaLoader().get_model_files(str(folder))
+    assert caught.value.tensor == name
+
+
+def test_where_no_file_can_be_written_that_is_what_is_said(tmp_path, reference, monkeypatch):
+    folder = folder_of(tmp_path / "llama", reference)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match="can't be written"):
+        MetaLoader().get_model_files(str(folder))
 
 
 def test_weights_of_another_model_are_refused_by_a_name_that_they_have(tmp_path, reference):

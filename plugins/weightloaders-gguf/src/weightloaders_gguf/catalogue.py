@@ -37,29 +37,39 @@ def headers_of(files: Files) -> list[tuple[ByteSource, Header]]:
 
 def _check_set(names: Sequence[str], headers: Sequence[Header]) -> None:
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
-        count = header.metadata.get("split.count", 0)
+        count, at = _stated(header, "split.count") or 0, _stated(header, "split.no")
         if len(names) == 1 and count not in (0, 1):
             raise IncompleteCheckpointError(
-                f"{header.file} is part {header.metadata.get('split.no', 0)} (from 0) of {count}, "
+                f"{header.file} is part {at or 0} (from 0) of {count}, "
                 "but its name does not say how the others are called",
                 file=header.file,
                 hint=f"give it back its name, which ends like -00001-of-{count:0>5}.gguf",
             )
-        if len(names) > 1 and (count, header.metadata.get("split.no")) != (len(names), number):
-            is_any = "split.no" in header.metadata
-            what = f"part {header.metadata['split.no']} (from 0) of {count}" if is_any else "no part of anything"
+        if len(names) > 1 and (count, at) != (len(names), number):
+            what = "no part of anything" if at is None else f"part {at} (from 0) of {count}"
             raise CheckpointFormatError(
                 f"{name} should be part {number} (from 0) of {len(names)}, but says that it is {what}",
                 file=header.file,
                 hint="a file of another model lies in its place: fetch it again",
             )
-    total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
+    total, found = _stated(headers[0], "split.tensors.count"), sum(len(header.tensors) for header in headers)
     if len(names) > 1 and total is not None and total != found:
         raise CheckpointFormatError(
             f"{names[0]} says that the parts have {total} tensors together, but they have {found}",
             file=headers[0].file,
             hint="parts of different models lie side by side: fetch them again",
         )
+
+
+def _stated(header: Header, key: str) -> int | None:
+    value = header.metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise CheckpointFormatError(
+            f"{header.file} says {key}: {value!r}, where a whole number is needed",
+            file=header.file,
+            hint="split the model again with llama.cpp's llama-gguf-split",
+        )
+    return value
 
 
 def catalogue(files: Files, names: Naming = "transformers") -> Weights:

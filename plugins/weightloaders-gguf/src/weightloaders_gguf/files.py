@@ -14,7 +14,7 @@ from weightloaders import FolderListing
 from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceNotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from weightloaders import Listing
 
@@ -63,9 +63,9 @@ def place_of(text: str) -> Place:
     Raises:
         SourceNotFoundError: If there is no such file or folder.
     """
-    path = Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
+    path = _path(text)
     head, colon, tag = text.rpartition(":")
-    if colon and tag and not _exists(path) and (folder := Path(os.path.expanduser(head or "."))).is_dir():  # noqa: PTH111
+    if colon and tag and not _exists(path) and (folder := _path(head or ".")).is_dir():
         return Place(FolderListing(folder), tag=tag)
     if path.is_dir():
         return Place(FolderListing(path))
@@ -78,6 +78,10 @@ def place_of(text: str) -> Place:
             hint="give a .gguf file, the folder of one, or folder:Q4_K_M; files on the hub have to be downloaded first",
         )
     return Place(listing, path.name)
+
+
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such home
 
 
 def _exists(path: Path) -> bool:
@@ -108,6 +112,8 @@ def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | 
         # Where each quantisation has a folder of its own, it is called like it.
         names += _in_subfolders(listing)
     skipped = {other: reason for other in names if (reason := _no_model(other))}
+    # Links that lead nowhere are listed, so that a missing part is noticed; but what isn't there at all is no model.
+    skipped |= {other: reason for other, reason in listing.problems(names).items() if not _PART.fullmatch(other)}
     wanted = [other for other in names if other not in skipped]
     if file_pattern is not None:
         wanted = [other for other in wanted if fnmatch.fnmatchcase(other, file_pattern)]
@@ -118,7 +124,7 @@ def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | 
         match = _PART.fullmatch(other)
         sets[f"{match['prefix']}-*-of-{match['count']}{match['suffix']}" if match else other].append(other)
     if len(sets) != 1:
-        raise _none_or_many(listing, sets, names, tag, file_pattern)
+        raise _none_or_many(listing, sets, names, skipped, tag, file_pattern)
     (found,) = sets.values()
     return Files(listing, _whole(listing, found[0]), skipped)
 
@@ -143,18 +149,20 @@ def _in_subfolders(listing: FolderListing) -> list[str]:
 
 
 def _none_or_many(
-    listing: Listing, sets: Iterable[str], names: list[str], tag: str, pattern: str | None
+    listing: Listing, sets: Iterable[str], names: list[str], skipped: Mapping[str, str], tag: str, pattern: str | None
 ) -> SourceNotFoundError | AmbiguousSourceError:
     what = tag or pattern or f"*{_SUFFIX}"
     sets = sorted(sets)
     if sets:
+        tagged = f"{listing.where}:Q4_K_M, or " if isinstance(listing, FolderListing) else ""
         return AmbiguousSourceError(
             f"{listing.where} holds several models{f' that {what!r} may mean' if tag or pattern else ''}: "
             f"{_listed(sets)}",
             file=listing.where,
-            hint=f"name the file itself, or say which: {listing.where}:Q4_K_M, or file_pattern='*Q4_K_M*'",
+            hint=f"name the file itself, or say which: {tagged}file_pattern='*Q4_K_M*'",
         )
-    there = f"; there is {_listed(names)}" if names else ""
+    shown = [f"{name} ({skipped[name]})" if name in skipped else name for name in names]
+    there = f"; there is {_listed(shown)}" if shown else ""
     return SourceNotFoundError(f"{listing.where} holds no model {what!r}{there}", file=listing.where)
 
 

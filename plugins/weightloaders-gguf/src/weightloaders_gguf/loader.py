@@ -76,7 +76,7 @@ class GgufLoader(wl.BaseWeightLoader):
 
     def _model_files(self, files: Files, needed: str) -> Path:
         from weightloaders_gguf.catalogue import headers_of
-        from weightloaders_gguf.model_files import write_config, write_tokenizer
+        from weightloaders_gguf.model_files import TOKENIZER, room_for_files_of, write_config, write_tokenizer
 
         with self._lock:
             found = headers_of(files)
@@ -84,12 +84,13 @@ class GgufLoader(wl.BaseWeightLoader):
             key = tuple((source.name, source.identity) for source, _ in found)
             folder = self._folders.get(key)
             if folder is None:
-                folder = Path(tempfile.mkdtemp(prefix="weightloaders-gguf-"))
+                with room_for_files_of(headers[0]):
+                    folder = Path(tempfile.mkdtemp(prefix="weightloaders-gguf-"))
                 # Whoever was told of it may outlive this loader.
                 atexit.register(shutil.rmtree, folder, ignore_errors=True)
                 write_config(headers, folder)
                 self._folders[key] = folder
-            if needed != "config.json" and not (folder / "tokenizer.json").exists():
+            if needed != "config.json" and not (folder / TOKENIZER).exists():
                 write_tokenizer(headers[0], folder)
         return folder
 

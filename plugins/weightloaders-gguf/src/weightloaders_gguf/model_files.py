@@ -7,17 +7,23 @@ read neither split nor big-endian files. The tests hold what comes out against t
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.errors import CheckpointFormatError, ModelError
+from weightloaders.errors import ModelError, WeightLoadersError
 from weightloaders_gguf.header import Array
+from weightloaders_gguf.names import split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from weightloaders_gguf.header import Header
+    from weightloaders_gguf.header import Header, StoredTensor
+
+#: The file of a tokenizer.
+TOKENIZER = "tokenizer.json"
 
 # Where transformers' name for an architecture is not llama.cpp's.
 _RENAMED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
@@ -30,6 +36,15 @@ _EXPERT_WIDTHS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_LAYERS, _AHEAD = "block_count", "nextn_predict_layers"
+# Each is a size of a tensor, or divides one; that of a feed-forward network is stated where all of it are experts, too.
+_SIZES = (
+    "vocab_size", "embedding_length", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", "attention.relative_buckets_count", "rope.dimension_count",
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+    "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "shortconv.l_cache",
+)  # fmt: skip
+_ROOM = "set TMPDIR to a folder that has room, or give config=... and tokenizer=... of the model"
 _HINT = "give config=<folder or config object>, or tokenizer=..., of the model that the file was made from"
 
 
@@ -48,23 +63,63 @@ def write_config(headers: Sequence[Header], folder: Path) -> None:
     architecture = header.architecture
     if not architecture:
         raise ModelError(f"{header.file} does not say what kind of model it is", file=header.file, hint=_HINT)
-    try:
+    _check_counts(header, tensors)
+    with _in_our_words(f"{header.file} does not say what transformers needs for its config", header):
         builder = _newer().get(architecture)
         config = _legacy(header, names) if builder is None else builder(_counted(header.metadata), names)
         made = _as_config(config, header)
         content = made.to_dict()
-    except (KeyError, TypeError, ValueError, AttributeError, ImportError, ZeroDivisionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(
-            f"{header.file} does not say what transformers needs for its config: {type(error).__name__}: {error}",
-            file=header.file,
-            hint=_HINT,
-        ) from error
     content["architectures"] = config.get("architectures") or [_model_class(made.model_type, header)]
     content["dtype"] = _dtype({tensor.type.name for tensor in tensors})
     content.pop("_model_name_or_path", None)
-    (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    with room_for_files_of(header):
+        (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def room_for_files_of(header: Header) -> Iterator[None]:
+    """What can't be written while this holds is a `weightloaders.errors.ModelError`."""
+    with _in_our_words(f"can't write the config and tokenizer of {header.file} to a temporary folder", header, _ROOM):
+        yield
+
+
+@contextlib.contextmanager
+def _in_our_words(what: str, header: Header, hint: str = _HINT) -> Iterator[None]:
+    """An error that says what it was about, whatever the many parts of transformers and tokenizers raise."""
+    try:
+        yield
+    except WeightLoadersError:
+        raise
+    except BaseException as error:
+        # A panic of tokenizers is none, though it is an error like others.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what}: {type(error).__name__}: {error}", file=header.file, hint=hint) from error
+
+
+def _check_counts(header: Header, tensors: Sequence[StoredTensor]) -> None:
+    """Hold what is said of layers and sizes against the tensors, before anything is made as large as that."""
+    layers = len({layer for tensor in tensors if (layer := split(tensor.name)[1]) is not None})
+    largest = max((size for tensor in tensors for size in tensor.shape), default=0)
+    # Some count the layers that predict several tokens at once, but leave them out.
+    ahead = min(layers, _largest(header, _AHEAD))
+    most = dict.fromkeys(_SIZES, (largest, f"no tensor has a size above {largest:,}"))
+    most |= {_LAYERS: (layers + ahead, f"it has tensors of {layers:,}"), _AHEAD: (layers, f"it has {layers:,} layers")}
+    if any(tensor.name == "position_embd.weight" for tensor in tensors):
+        most["context_length"] = most["vocab_size"]
+    for key, (limit, what) in most.items():
+        found = _largest(header, key)
+        if found > limit:
+            raise ModelError(
+                f"{header.file} says {header.architecture}.{key}: {found:,}, but {what}", file=header.file, hint=_HINT
+            )
+
+
+def _largest(header: Header, key: str) -> int:
+    """A number, or the largest that a layer has; what is no number at all is left to transformers."""
+    value = header.metadata.get(f"{header.architecture}.{key}")
+    values = value if isinstance(value, Array) and not value.is_text else [value]
+    return max((found for found in values if isinstance(found, int)), default=0)
 
 
 def _newer() -> Mapping[str, Any]:
@@ -219,18 +274,14 @@ def write_tokenizer(header: Header, folder: Path) -> None:
     for name, key in _SPECIAL_TOKENS.items():
         index = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         options[f"{name}_token"] = _token(header, tokens, f"{key}_token_id", index)
-    try:
+    with _in_our_words(f"transformers can't build the tokenizer of {header.file}", header):
         backend, more = convert_gguf_tokenizer(header.architecture, tokenizer)
-        PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more).save_pretrained(folder)
-    except CheckpointFormatError:
-        raise
-    # transformers and tokenizers raise whatever their many parts raise.
-    except Exception as error:
-        raise ModelError(
-            f"transformers can't build the tokenizer of {header.file}: {type(error).__name__}: {error}",
-            file=header.file,
-            hint=_HINT,
-        ) from error
+        made = PreTrainedTokenizerFast(tokenizer_object=backend, **options, **more)
+    with room_for_files_of(header), tempfile.TemporaryDirectory(dir=folder) as draft:
+        made.save_pretrained(draft)
+        # That one last: where it is, all of them are.
+        for file in sorted(Path(draft).iterdir(), key=lambda file: file.name == TOKENIZER):
+            file.replace(folder / file.name)
 
 
 def _plain(value: Any) -> Any:
@@ -240,7 +291,7 @@ def _plain(value: Any) -> Any:
 def _token(header: Header, tokens: Sequence[str], key: str, index: Any) -> str | None:
     if index is None:
         return None
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
+    if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(tokens):
         raise ModelError(
             f"{header.file} says that {key} is {index!r}, of {len(tokens)} tokens", file=header.file, hint=_HINT
         )

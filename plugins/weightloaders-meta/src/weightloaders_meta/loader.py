@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 # Its names are resolved on first use.
 import weightloaders as wl
-from weightloaders.errors import OptionsError, SourceNotFoundError
+from weightloaders.errors import ModelError, OptionsError, SourceNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,7 +48,7 @@ class MetaLoader(wl.BaseWeightLoader):
         axes: Mapping[str, Any] | None = None,
         max_position_embeddings: int | None = None,
     ) -> None:
-        if max_position_embeddings is not None and max_position_embeddings <= 0:
+        if max_position_embeddings is not None and not 0 < max_position_embeddings < 1 << 31:
             raise OptionsError(f"max_position_embeddings is a positive number, not {max_position_embeddings}")
         self.file_pattern = file_pattern
         self.axes = axes
@@ -88,10 +88,17 @@ class MetaLoader(wl.BaseWeightLoader):
         with self._lock:
             made = self._folders.get(folder)
             if made is None:
-                made = Path(tempfile.mkdtemp(prefix="weightloaders-meta-"))
-                weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
-                with self.get_weights(str(folder)) as weights:
-                    write_model_files(folder, weights, made, self.max_position_embeddings)
+                try:
+                    made = Path(tempfile.mkdtemp(prefix="weightloaders-meta-"))
+                    weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
+                    with self.get_weights(str(folder)) as weights:
+                        write_model_files(folder, weights, made, self.max_position_embeddings)
+                except OSError as error:
+                    raise ModelError(
+                        f"the config that is made of {PARAMS_FILE} can't be written: {error}",
+                        file=folder / PARAMS_FILE,
+                        hint="point TMPDIR to a folder that can be written to and has room",
+                    ) from error
                 self._folders[folder] = made
         return made
 

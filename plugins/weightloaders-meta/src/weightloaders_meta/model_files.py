@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from weightloaders.errors import ModelError, WeightLoadersError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from weightloaders.errors import ModelError
 from weightloaders_meta.loader import PARAMS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     import weightloaders as wl
@@ -51,6 +52,29 @@ _SENTENCEPIECE_CONFIG = {
 }
 
 
+_Size = Annotated[int, Field(gt=0, lt=1 << 31)]
+# float32 goes up to some 3e38.
+_Number = Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False)]
+
+
+class _Params(BaseModel):
+    """What a config needs of ``params.json``; whatever else is in there is Meta's own business."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    dim: _Size
+    n_heads: _Size
+    norm_eps: Annotated[float, Field(gt=0, lt=1)]
+    n_layers: _Size | None = None
+    n_kv_heads: _Size | None = None
+    head_dim: _Size | None = None
+    rope_theta: _Number = 10000.0
+    use_scaled_rope: bool = False
+    rope_scaling_factor: _Number | None = None
+    max_seq_len: _Size | None = None
+    sliding_window: _Size | None = None
+
+
 def write_model_files(folder: Path, weights: wl.Weights, target: Path, positions: int | None) -> None:
     """Write ``config.json``, and the tokenizer's files where transformers can read them.
 
@@ -64,15 +88,7 @@ def write_model_files(folder: Path, weights: wl.Weights, target: Path, positions
         ModelError: If ``params.json`` is not that of a Llama, or does not go with the weights.
     """
     path = folder / PARAMS_FILE
-    params = _read(path)
-    try:
-        config = _config(params, weights, positions)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, WeightLoadersError):
-            raise
-        raise ModelError(
-            f"{path} does not say what a Llama's config needs: {type(error).__name__}: {error}", file=path, hint=_HINT
-        ) from error
+    config = _config(_read(path), path, weights, positions)
     config.save_pretrained(target)
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -80,7 +96,7 @@ def write_model_files(folder: Path, weights: wl.Weights, target: Path, positions
     _write_sentencepiece(folder, target)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read(path: Path) -> _Params:
     try:
         with path.open("rb") as file:
             params = json.loads(file.read(_MAX_BYTES))
@@ -91,46 +107,55 @@ def _read(path: Path) -> Mapping[str, Any]:
     foreign = [key for key in _FOREIGN if params.get(key)]
     if foreign:
         raise ModelError(f"{path} is not that of a dense Llama: it has {', '.join(foreign)}", file=path, hint=_HINT)
-    return params
+    try:
+        return _Params.model_validate(params)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = wrong["loc"][0]
+        said = f"{name} is {params[name]!r:.80}" if name in params else f"there is no {name}"
+        raise ModelError(
+            f"{path} does not say what a Llama's config needs: {said}: {wrong['msg']}", file=path, hint=_HINT
+        ) from error
 
 
-def _config(params: Mapping[str, Any], weights: wl.Weights, positions: int | None) -> Any:
+def _config(params: _Params, path: Path, weights: wl.Weights, positions: int | None) -> Any:
     from transformers import LlamaConfig, MistralConfig
 
     strange = next((name for name in weights if not _NAME.fullmatch(name)), None)
     if strange is not None:
         raise ModelError(f"there is {strange!r} among the weights, which a Llama does not have", hint=_HINT)
-    vocabulary, width = weights.info("tok_embeddings.weight").shape
-    heads = _size(params, "n_heads")
-    head_dim = _size(params, "head_dim") if params.get("head_dim") else width // heads
-    kv_heads = _size(params, "n_kv_heads") if params.get("n_kv_heads") else heads
-    if width != _size(params, "dim") or weights.info("layers.0.attention.wq.weight").shape[0] != heads * head_dim:
+    layers = _layers(params, path, weights)
+    vocabulary, width = _matrix(weights, "tok_embeddings.weight")
+    heads = params.n_heads
+    head_dim = params.head_dim or width // heads
+    kv_heads = params.n_kv_heads or heads
+    rows = [_matrix(weights, f"layers.0.attention.{name}.weight")[0] for name in ("wq", "wk")]
+    if width != params.dim or rows != [heads * head_dim, kv_heads * head_dim] or heads % kv_heads:
         raise ModelError(
-            f"{PARAMS_FILE} says {params['dim']} wide with {heads} heads, which the weights are not: they are "
-            f"{width} wide", hint="it belongs to another model",
+            f"{PARAMS_FILE} says {params.dim} wide with {heads} heads, {kv_heads} of them for keys, which the weights "
+            f"are not: they are {width} wide, with {rows[0]} and {rows[1]} rows for queries and keys",
+            file=path, hint="it belongs to another model",
         )  # fmt: skip
-    layers = 1 + max(int(match["layer"]) for match in map(_NAME.fullmatch, weights) if match and match["layer"])
-    scaled = bool(params.get("use_scaled_rope"))
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(params.get("rope_theta", 10000.0))}
+    scaled = params.use_scaled_rope
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": params.rope_theta}
     if scaled:
-        factor = params.get("rope_scaling_factor") or (32.0 if width in _SMALL else 8.0)
-        rope |= {"rope_type": "llama3", "factor": float(factor), **_SCALING}
-    eps = float(params["norm_eps"])
+        factor = params.rope_scaling_factor or (32.0 if width in _SMALL else 8.0)
+        rope |= {"rope_type": "llama3", "factor": factor, **_SCALING}
     is_llama_3 = vocabulary >= _LLAMA_3_VOCABULARY
-    usual = 131072 if scaled else 8192 if is_llama_3 else 2048 if eps <= _LLAMA_1_EPS else 4096
-    window = params.get("sliding_window")
+    usual = 131072 if scaled else 8192 if is_llama_3 else 2048 if params.norm_eps <= _LLAMA_1_EPS else 4096
+    window = params.sliding_window
     kind, name = (MistralConfig, "MistralForCausalLM") if window else (LlamaConfig, "LlamaForCausalLM")
     return kind(
         architectures=[name],
         vocab_size=vocabulary,
         hidden_size=width,
-        intermediate_size=weights.info("layers.0.feed_forward.w1.weight").shape[0],
+        intermediate_size=_matrix(weights, "layers.0.feed_forward.w1.weight")[0],
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=positions or params.get("max_seq_len") or usual,
-        rms_norm_eps=eps,
+        max_position_embeddings=positions or params.max_seq_len or usual,
+        rms_norm_eps=params.norm_eps,
         rope_parameters=rope,
         tie_word_embeddings="output.weight" not in weights,
         bos_token_id=128000 if is_llama_3 else 1,
@@ -141,11 +166,37 @@ def _config(params: Mapping[str, Any], weights: wl.Weights, positions: int | Non
     )
 
 
-def _size(params: Mapping[str, Any], name: str) -> int:
-    value = params[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 31:
-        raise ValueError(f"{name} is {value!r}, not a size")
-    return value
+def _layers(params: _Params, path: Path, weights: wl.Weights) -> int:
+    """How many layers there are: each of them has weights, so a model is no larger than they are."""
+    there = {int(match["layer"]) for match in map(_NAME.fullmatch, weights) if match and match["layer"]}
+    lacking = next((layer for layer in range(params.n_layers or len(there)) if layer not in there), None)
+    if lacking is not None or not there:
+        raise ModelError(
+            f"there is no layer {lacking or 0} among the weights"
+            + (f", but layer {max(there)}" if there else "")
+            + (f"; {PARAMS_FILE} says that there are {params.n_layers} layers" if params.n_layers else ""),
+            file=path,
+            hint="the weights are not complete, or belong to another model",
+        )
+    if len(there) != (params.n_layers or len(there)):
+        raise ModelError(
+            f"{PARAMS_FILE} says that there are {params.n_layers} layers, but the weights have layer {max(there)}",
+            file=path,
+            hint="it belongs to another model",
+        )
+    return len(there)
+
+
+def _matrix(weights: wl.Weights, name: str) -> tuple[int, int]:
+    """The sizes of a matrix of floating-point numbers that a model computes with."""
+    info = weights.info(name)
+    if len(info.shape) != 2 or not info.numel or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+        raise ModelError(
+            f"{name} of a Llama is a matrix of floating-point numbers, not {list(info.shape)} {info.dtype}",
+            tensor=name,
+            hint="the weights are quantised, or another model's",
+        )
+    return info.shape[0], info.shape[1]
 
 
 def _write_sentencepiece(folder: Path, target: Path) -> None:
