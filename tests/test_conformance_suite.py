@@ -39,6 +39,7 @@ NAMES = "test_names_come_without_reading_the_values"
 HANDED_OUT = "test_tensors_stay_as_they_are_while_others_are_read"
 WRITING = "test_writing_into_a_tensor_changes_nothing_else"
 OUTLIVE = "test_tensors_outlive_closing"
+SPAWNED = "test_a_spawned_process_reads_the_same_values"
 THREADS = "test_several_threads_read_the_same_values"
 LISTED = "test_files_that_are_listed_are_read_as_those_on_disk"
 TRUNCATED = "test_truncated_files_are_refused"
@@ -286,7 +287,68 @@ def fills_only_weights():
     return suite(Faulty), {"test_a_model_is_filled": "bias"}
 
 
+def knows_one_nan():
+    def read(info, weights):
+        tensor = weights[info.name]
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            return tensor
+        return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+
+    return suite(with_read(read)), {"test_a_nan_keeps_its_sign_and_payload": "NaN of other bits"}
+
+
 # ------------------------------------------------------------------ who reads at the wrong time
+
+
+def keeps_what_it_read_of_a_path():
+    kept = {}
+
+    def read(info, weights):
+        place = info.extents[0].source.name, info.name
+        if place not in kept:
+            kept[place] = weights[info.name]
+        return kept[place].clone()
+
+    return suite(with_read(read)), {"test_a_replaced_checkpoint_is_read_anew": "was written with these values"}
+
+
+def reads_ascii_paths_alone():
+    class Faulty(LocalLoader):
+        def get_weights(self, model_name_or_path):
+            if not model_name_or_path.isascii():
+                raise SourceNotFoundError(f"{model_name_or_path} is not there")
+            return super().get_weights(model_name_or_path)
+
+    return suite(Faulty), {"test_paths_of_all_kinds_are_read": "is not read"}
+
+
+def reads_absolute_paths_alone():
+    class Faulty(LocalLoader):
+        def get_weights(self, model_name_or_path):
+            if not Path(model_name_or_path).is_absolute():
+                raise RuntimeError("relative")
+            return super().get_weights(model_name_or_path)
+
+    return suite(Faulty), {"test_paths_of_all_kinds_are_read": "RuntimeError"}
+
+
+def sets_what_others_go_by(change):
+    class Faulty(LocalLoader):
+        def get_weights(self, model_name_or_path):
+            change(model_name_or_path)
+            return super().get_weights(model_name_or_path)
+
+    return Faulty
+
+
+def seeds_torch():
+    loader = sets_what_others_go_by(lambda _: torch.rand(()))
+    return suite(loader), {"test_nothing_else_in_the_process_changes": "reading changed torch's random numbers"}
+
+
+def prints():
+    loader = sets_what_others_go_by(lambda path: print("reading", path))  # noqa: T201 -- that is the fault
+    return suite(loader), {"test_nothing_else_in_the_process_changes": "reading printed 'reading "}
 
 
 def reads_everything_on_opening():
@@ -476,6 +538,15 @@ def fills_up_what_is_cut_off():
     return suite(instead(CheckpointFormatError, answer)), {TRUNCATED: "went unnoticed"}
 
 
+def says_only_that_it_is_bad():
+    def answer(path, error):
+        raise CheckpointFormatError("bad")
+
+    return suite(instead(CheckpointFormatError, answer)), {
+        "test_errors_say_where": "names neither file nor tensor: bad"
+    }
+
+
 def takes_anything_for_an_archive():
     def answer(path, error):
         if path.read_bytes()[:2] == b"PK":
@@ -659,7 +730,8 @@ def has_anothers_name():
 FAULTS = [
     reuses_a_buffer, hands_out_what_it_keeps, ties_what_is_equal, maps_the_file_to_be_written, maps_the_file_read_only,
     clears_its_memory_on_closing, makes_tensors_where_torch_does_by_default, hands_out_parameters,
-    knows_one_dtype_too_few, declares_too_few_dtypes,
+    knows_one_dtype_too_few, declares_too_few_dtypes, knows_one_nan, keeps_what_it_read_of_a_path,
+    reads_ascii_paths_alone, reads_absolute_paths_alone, seeds_torch, prints, says_only_that_it_is_bad,
     casts_what_is_not_declared, declares_too_few_shapes, has_no_scalars, does_not_tell_case,
     writes_memory_as_it_lies, fills_only_weights, reads_everything_on_opening, keeps_what_it_mapped_on_opening,
     reads_listed_files_otherwise, answers_otherwise_for_listed_files,
@@ -688,6 +760,26 @@ def test_a_faulty_loader_fails_the_check_that_is_for_its_fault(fault, tmp_path):
 def test_a_faulty_loader_fails_no_other_check(fault, tmp_path):
     kind, expected = fault()
     assert set(failures(kind, tmp_path)) == set(expected)
+
+
+@pytest.mark.parametrize(("min_dims", "max_dims"), [(2, 2), (1, 2), (2, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_right_loader_of_a_format_that_holds_little_passes(tmp_path, min_dims, max_dims, dtype):
+    class Small(Sound):
+        dtypes = frozenset({dtype})
+        holds_empty = False
+
+        def write_checkpoint(self, folder, tensors):
+            for tensor in tensors.values():
+                if not (tensor.dtype is dtype and min_dims <= tensor.dim() <= max_dims and tensor.numel()):
+                    raise ValueError("the format can't hold it")
+            return super().write_checkpoint(folder, tensors)
+
+    Small.min_dims, Small.max_dims = min_dims, max_dims
+    slow = {"test_it_is_found_by_its_name", "test_importing_the_loader_imports_nothing_heavy", SPAWNED, CHANGED}
+    for name in {name.partition("[")[0] for name, _, _ in checks(Small)} - slow:
+        (tmp_path / name).mkdir()
+        assert not failures(Small, tmp_path / name, only=name)
 
 
 def test_every_check_has_a_loader_that_fails_it():
@@ -784,6 +876,25 @@ def test_pytest_runs_an_inherited_suite_with_a_test_a_dtype_and_says_what_is_wro
     assert "opening read" in said
     assert "a foreign exception came out" in said
     assert "LoaderConformance::" not in said
+
+
+FACTORY = """
+import torch
+from weightloaders.loaders.local import LocalLoader
+from weightloaders.testing import LoaderConformance
+
+class TestMade(LoaderConformance):
+    name = "local"
+
+    @staticmethod
+    def loader(file_pattern: str = "*.safetensors"):
+        return LocalLoader(file_pattern=file_pattern)
+"""
+
+
+def test_what_makes_the_loader_may_lie_in_the_tests_with_all_that_they_import(tmp_path):
+    said = run_pytest(tmp_path, FACTORY, "nothing_heavy or found_by_its_name")
+    assert "2 passed" in said, said
 
 
 def test_a_class_without_loader_or_writer_says_what_it_lacks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -47,6 +48,25 @@ def test_a_whole_package_is_written_and_said_how_to_try_it(tmp_path):
     assert f"pip install --editable '{folder}[test,lint]'" in done.output
     assert not [name for name, path in files_in(folder).items() if b"@acme" in path.read_bytes()]
     assert not [name for name, path in files_in(folder).items() if b"@name@" in path.read_bytes()]
+
+
+def test_the_folder_may_begin_with_a_tilde_and_hold_spaces_and_what_is_printed_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = run("acme", "--path", "~/it's here")
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "it's here" / "weightloaders-acme"
+    assert folder.is_dir()
+    lines = [shlex.split(line) for line in done.output.splitlines() if line.startswith("  ")]
+    assert ["pip", "install", "--editable", f"{folder}[test,lint]"] in lines
+    assert ["pytest", str(folder)] in lines
+
+
+def test_the_folder_of_a_user_who_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("acme", "--path", "~nobody-of-that-name/x")
+    assert done.exit_code != 0
+    assert "there is no such user" in done.output
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["x", "acme", "my-format_2", "weightloaders-acme", "a" * 30])

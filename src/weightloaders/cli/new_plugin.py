@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from importlib import resources
 from keyword import iskeyword
@@ -40,12 +41,22 @@ def new_plugin(
     path: Annotated[Path, typer.Option("--path", metavar="DIR", help="Where the package's folder is made.")] = Path(),
 ) -> None:
     """Write a package with a loader of your own: it works, is tested, and waits for your format."""
-    folder = write_plugin(name, path)
+    folder = write_plugin(name, _without_tilde(path))
     say(f"{folder} is a package with a loader named {name.removeprefix(_PREFIX)!r}. Try it:")
-    say(f"  pip install --editable '{folder}[test,lint]'")
-    say(f"  pytest {folder}")
+    say(f"  pip install --editable {shlex.quote(f'{folder}[test,lint]')}")
+    say(f"  pytest {shlex.quote(str(folder))}")
     say("  weightloaders list")
     say(f"Then replace the format in src/ by yours; {folder / 'README.md'} says where.")
+
+
+def _without_tilde(path: Path) -> Path:
+    """A path as the shell would have made it, had it not been quoted."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise SaveError(
+            f"{path} can't be a folder: there is no such user", file=path, hint="write ./~... to mean that"
+        ) from error
 
 
 def write_plugin(name: str, parent: Path) -> Path:

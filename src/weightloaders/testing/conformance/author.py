@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import sys
 import threading
 import traceback
@@ -107,6 +108,13 @@ class Author:
         """Whether the format can hold a tensor of this shape, by what is declared."""
         return self.min_dims <= len(shape) <= self.max_dims and (self.holds_empty or 0 not in shape)
 
+    def fitted(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape of as many elements whose number of dimensions the format can hold."""
+        lacking = max(0, self.min_dims - len(shape))
+        # The first dimensions are one, where there are too many.
+        most = len(shape) - self.max_dims + 1
+        return (math.prod(shape[:most]), *shape[most:]) if most > 1 else (*shape, *[1] * lacking)
+
     @property
     def usual_dtype(self) -> torch.dtype:
         """float32, or whatever else the format has."""
@@ -118,10 +126,9 @@ class Author:
         return [*(d for d in DTYPES if d in self.dtypes), *(d for d in self.dtypes if d not in DTYPES)]
 
     def some_tensors(self) -> dict[str, torch.Tensor]:
-        """A few small tensors of the usual dtype."""
+        """A few small tensors of the usual dtype, of shapes that the format can hold."""
         shapes: dict[str, tuple[int, ...]] = {"a.weight": (4, 8), "a.bias": (4,), "b": (2, 3, 4), "c": (1,)}
-        fitting = {name: shape for name, shape in shapes.items() if self.holds(shape)}
-        return {name: sample(self.usual_dtype, shape, i) for i, (name, shape) in enumerate(fitting.items())}
+        return {name: sample(self.usual_dtype, self.fitted(shape), i) for i, (name, shape) in enumerate(shapes.items())}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Called by pytest: one test a dtype, be it declared or not."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import itertools
 import pickle
 import random
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,8 +29,8 @@ _TRUNCATIONS = 32
 _FLIPS = 96
 
 Found = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
-# Reads the files as they are now; what comes of it, and what came of them when they were sound.
-Attempt = Callable[[], tuple[Found | WeightLoadersError, Found]]
+# Reads a checkpoint whose file has this content; what comes of it, and what came of it when it was sound.
+Attempt = Callable[[bytes], tuple[Found | WeightLoadersError, Found]]
 
 
 class Damage(Author):
@@ -57,8 +59,7 @@ class Damage(Author):
     def test_empty_files_are_refused(self, tmp_path: Path) -> None:
         """A checkpoint of empty files is refused."""
         for path, _, attempt in self._each_file(tmp_path):
-            path.write_bytes(b"")
-            self._expect_noticed("empty", path, attempt, "an empty file")
+            self._expect_noticed("empty", path, attempt(b""), "an empty file")
 
     def test_a_checkpoint_without_tensors_is_read_or_refused(self, tmp_path: Path) -> None:
         """Nothing at all is weights without names, or an error of ours."""
@@ -73,42 +74,46 @@ class Damage(Author):
         """A file that ends early is noticed, wherever it ends."""
         for path, content, attempt in self._each_file(tmp_path):
             for length in _lengths(len(content)):
-                path.write_bytes(content[:length])
-                self._expect_noticed("truncated", path, attempt, f"a file cut to {length} of {len(content)} bytes")
+                found = attempt(content[:length])
+                self._expect_noticed("truncated", path, found, f"a file cut to {length} of {len(content)} bytes")
 
     def test_garbage_is_refused(self, tmp_path: Path) -> None:
         """Files of another kind are refused: text, zeros, noise, an error page, another format's."""
         for path, content, attempt in self._each_file(tmp_path):
             for kind, garbage in _garbage(len(content)).items():
-                path.write_bytes(garbage)
-                self._expect_noticed("garbage", path, attempt, f"a file of {kind}")
+                self._expect_noticed("garbage", path, attempt(garbage), f"a file of {kind}")
+
+    def test_errors_say_where(self, tmp_path: Path) -> None:
+        """What is refused is named: a file or the source in the text, or a tensor in it or as ``tensor``."""
+        for path, content, attempt in self._each_file(tmp_path):
+            for damaged in (content[: len(content) // 2], b"this is no checkpoint\n"):
+                error, sound = attempt(damaged)
+                if isinstance(error, WeightLoadersError):
+                    names = [path.name, str(tmp_path), *map(repr, sound)]
+                    said = error.file or error.tensor or any(name in str(error) for name in names)
+                    expect(said, f"{path.name} was refused, but the error names neither file nor tensor: {error}")
 
     def test_changed_bytes_never_end_in_a_foreign_exception(self, tmp_path: Path) -> None:
         """Whatever bytes are changed, it is read (as other values, maybe) or refused by an error of ours."""
-        for path, content, attempt in self._each_file(tmp_path):
+        for _, content, attempt in self._each_file(tmp_path):
             for changed in _changed(content):
-                path.write_bytes(changed)
-                attempt()
+                attempt(changed)
 
     def test_code_in_a_file_is_not_run(self, tmp_path: Path) -> None:
         """A pickle in the place of a file, bare or as torch and NumPy wrap it, runs nothing."""
         mark = tmp_path / "it-ran"
-        folder = tmp_path / "checkpoint"
-        folder.mkdir()
-        for path, _, attempt in self._each_file(folder):
+        for path, _, attempt in self._each_file(tmp_path):
             for kind, content in _pickles(mark).items():
-                path.write_bytes(content)
-                attempt()
+                attempt(content)
                 expect(not mark.exists(), f"code in a file was run: {kind} in the place of {path.name}")
 
     def test_refused_files_are_let_go(self, tmp_path: Path) -> None:
         """No descriptor and no mapping of a file is left when it was refused."""
         before: set[str] | None = None
-        for path, content, attempt in self._each_file(tmp_path):
+        for _, content, attempt in self._each_file(tmp_path):
             # What a sound file leaves behind is for another check.
             before = set(held_files(tmp_path)) if before is None else before
-            path.write_bytes(content[: len(content) // 2])
-            attempt()
+            attempt(content[: len(content) // 2])
         gc.collect()
         held = sorted(set(held_files(tmp_path)) - (before or set()))
         expect(not held, f"these files were refused, and are still open or mapped: {held}")
@@ -131,26 +136,43 @@ class Damage(Author):
         return found if error is None else error
 
     def _each_file(self, folder: Path) -> Iterator[tuple[Path, bytes, Attempt]]:
-        """Each file of a sound checkpoint with its content, for who spoils it, and a way to read what came of it."""
-        source = self.write_checkpoint(folder, self.some_tensors())
+        """Each file of a sound checkpoint with its content, and a way to read what comes of another content."""
+        whole = folder / "sound"
+        whole.mkdir()
+        source = self.write_checkpoint(whole, self.some_tensors())
         sound = self._attempt(source)
         if isinstance(sound, WeightLoadersError):
             raise sound
-
-        def attempt() -> tuple[Found | WeightLoadersError, Found]:
-            self.files_changed(folder)
-            return self._attempt(source), sound
-
-        for path in files_in(folder):
+        count = itertools.count()
+        for path in files_in(whole):
             content = path.read_bytes()
+
+            def attempt(damaged: bytes, path: Path = path, content: bytes = content) -> tuple[Any, Found]:
+                if Path(str(source)).is_relative_to(whole):
+                    # A place of its own, or a loader that remembers what was there before would not look.
+                    place = folder / f"damaged-{next(count)}"
+                    shutil.copytree(whole, place)
+                    (place / path.relative_to(whole)).write_bytes(damaged)
+                    self.files_changed(place)
+                    return self._attempt(place / Path(str(source)).relative_to(whole)), sound
+                try:
+                    path.write_bytes(damaged)
+                    self.files_changed(whole)
+                    return self._attempt(source), sound
+                finally:
+                    path.write_bytes(content)
+                    self.files_changed(whole)
+
             yield path, content, attempt
-            path.write_bytes(content)
-            self.files_changed(folder)
 
     def _expect_noticed(
-        self, damage: Literal["empty", "truncated", "garbage"], path: Path, attempt: Attempt, what: str
+        self,
+        damage: Literal["empty", "truncated", "garbage"],
+        path: Path,
+        outcome: tuple[Found | WeightLoadersError, Found],
+        what: str,
     ) -> None:
-        found, sound = attempt()
+        found, sound = outcome
         # A file that the loader has no use for may be what it likes.
         if not isinstance(found, WeightLoadersError) and not self.may_go_unnoticed(damage, path):
             expect(found == sound, f"{what} in the place of {path.name} went unnoticed: it was read as {list(found)}")

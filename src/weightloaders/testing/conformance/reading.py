@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
+import random
+import shutil
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 import weightloaders as wl
 from weightloaders.errors import SourceClosedError, UnknownTensorError
@@ -28,7 +34,18 @@ from weightloaders.weights.weights import as_catalogue
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    import torch
+# What belongs to the whole process: how it is asked for, and set.
+_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch's random numbers": (
+        lambda: torch.get_rng_state().tolist(),
+        lambda s: torch.set_rng_state(torch.ByteTensor(s)),
+    ),
+    "Python's random numbers": (random.getstate, random.setstate),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "the number of torch's threads": (torch.get_num_threads, torch.set_num_threads),
+    "the working directory": (Path.cwd, os.chdir),
+}
 
 
 class Reading(Author):
@@ -88,6 +105,52 @@ class Reading(Author):
 
         with contextlib.suppress(wl.errors.WeightLoadersError):  # that the file is another one is a good answer too
             read()
+
+    def test_a_replaced_checkpoint_is_read_anew(self, tmp_path: Path) -> None:
+        """Opened again, a source says what is there now, and not what was read from its path before."""
+        for seed in (0, 100):
+            folder = tmp_path / "checkpoint"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            tensors = {
+                name: sample(tensor.dtype, tensor.shape, seed + i)
+                for i, (name, tensor) in enumerate(self.some_tensors().items())
+            }
+            with self.open(self.write_checkpoint(folder, tensors)) as weights:
+                expect_all(weights, tensors)
+
+    def test_paths_of_all_kinds_are_read(self, tmp_path: Path) -> None:
+        """Folders may be named with spaces, signs and letters of any alphabet, and paths may be relative."""
+        folder = tmp_path / "Größe 权重 #1%20"
+        folder.mkdir()
+        tensors = self.some_tensors()
+        source = str(self.write_checkpoint(folder, tensors))
+        sources = [source]
+        if Path(source).is_relative_to(tmp_path):
+            sources.append(str(Path(source).relative_to(tmp_path)))
+        with contextlib.chdir(tmp_path):
+            for path in sources:
+                error = refusal(partial(self._expect_read, path, tensors))
+                expect(error is None, f"the path {path!r} is not read: {error}")
+
+    def _expect_read(self, path: str, tensors: dict[str, torch.Tensor]) -> None:
+        with self.open(path) as weights:
+            expect_all(weights, tensors)
+
+    def test_nothing_else_in_the_process_changes(self, tmp_path: Path) -> None:
+        """Reading draws no random numbers, sets nothing for others, goes to no other folder and prints nothing."""
+        source = self.write_checkpoint(tmp_path, self.some_tensors())
+        before = {what: get() for what, (get, _) in _STATE.items()}
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed), self.open(source) as weights:
+                dict(weights.items())
+            changed = [what for what, (get, _) in _STATE.items() if get() != before[what]]
+        finally:
+            for what, (_, restore) in _STATE.items():
+                restore(before[what])
+        expect(not changed, f"reading changed {', '.join(changed)}")
+        expect(not printed.getvalue(), f"reading printed {printed.getvalue()!r}: use logging")
 
     def test_a_name_that_is_not_there_is_an_error_of_ours(self, tmp_path: Path) -> None:
         """Asking for a tensor that is not there names it."""

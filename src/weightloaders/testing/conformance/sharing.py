@@ -78,9 +78,7 @@ def target_of(loader: Any) -> str | None:
     """How another process names this loader: its name, or ``"package.module:Class"``; None if it can't import it."""
     if isinstance(loader, str):
         return loader
-    kind = loader if isinstance(loader, type) else type(loader)
-    if not isinstance(loader, type) and not isinstance(loader, wl.BaseWeightLoader):
-        kind = loader  # a factory
+    kind = type(loader) if isinstance(loader, wl.BaseWeightLoader) else loader
     name, module = getattr(kind, "__qualname__", "<locals>"), getattr(kind, "__module__", "__main__")
     # A class that was made in a function is no attribute of the module that it names.
     with contextlib.suppress(AttributeError):

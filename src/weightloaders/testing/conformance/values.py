@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ import torch
 import weightloaders as wl
 from weightloaders.testing.conformance.author import (
     Author,
+    bits,
     expect,
     expect_all,
     expect_names,
@@ -46,6 +48,21 @@ class Values(Author):
         tensors = {f"t{i}": sample(dtype, shape, i) for i, shape in enumerate(shapes)}
         with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
             expect_all(weights, tensors)
+
+    def test_a_nan_keeps_its_sign_and_payload(self, tmp_path: Path) -> None:
+        """What is not a number has many patterns of bits, which some programs give a meaning."""
+        tensors = {}
+        for dtype in self.declared_dtypes:
+            if dtype.is_floating_point and dtype.itemsize > 1:
+                whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+                nan = torch.full(self.fitted((2, 3)), math.nan, dtype=dtype).view(whole)
+                tensors[f"{dtype}.payload"] = (nan | 42).view(dtype)
+                tensors[f"{dtype}.sign"] = (nan | torch.iinfo(whole).min).view(dtype)
+        if not tensors:
+            skip("the format does not hold floating-point values")
+        with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
+            for name, tensor in tensors.items():
+                expect(bits(weights[name]) == bits(tensor), f"{name!r} was written as NaN of other bits than were read")
 
     def test_a_dtype_that_is_not_declared_is_refused(self, tmp_path: Path, undeclared_dtype: torch.dtype) -> None:
         """A dtype that is not declared can't be written, or is refused by the loader."""
