@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import weightloaders as wl
-from weightloaders.errors import SourceNotFoundError
+from weightloaders.errors import OptionsError, SourceNotFoundError
 from weightloaders_dcp.names import METADATA, SUFFIX, is_of_dcp, is_shard
 
 if TYPE_CHECKING:
@@ -54,6 +54,12 @@ class DcpLoader(wl.BaseWeightLoader):
         from weightloaders_dcp.reading import read_checkpoint
 
         if not any(map(is_of_dcp, listing.names)) and any(map(is_shard, listing.names)):
+            if self.key:
+                raise OptionsError(
+                    f"key={self.key!r} is for .distcp files: parts in safetensors' format have no keys, only names",
+                    file=listing.where,
+                    hint="leave it out",
+                )
             return read_shards(listing)
         return read_checkpoint(listing, self.key)
 
