@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from weightloaders import open_weights
 from weightloaders.errors import CheckpointFormatError, LoaderContractError, OptionsError, SourceNotFoundError
 from weightloaders.loaders.auto import AutoLoader, Candidate
 from weightloaders.loaders.base import BaseWeightLoader, Probe
@@ -310,3 +311,10 @@ def test_the_name_auto_may_be_replaced(registry, sources):
 def test_by_itself_it_knows_nobody_and_says_where_it_comes_from():
     with pytest.raises((TypeError, LoaderContractError), match="built_in"):
         AutoLoader()
+
+
+@pytest.mark.parametrize("name", ["auto", "torch", "local", "hf", "binary"])
+def test_the_home_of_nobody_is_a_path_that_is_not_there(name: str) -> None:
+    with pytest.raises(SourceNotFoundError, match="no_such_user") as refused:
+        open_weights("~no_such_user/model", name)
+    assert "RuntimeError" not in str(refused.value)

@@ -13,6 +13,7 @@ before anything is opened::
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -195,7 +196,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 def _resolved(value: str | None, folder: Path) -> str | None:
     if value is None:
         return None
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     if path.is_absolute():
         return str(path)
     if value.startswith(("./", "../")) or value in (".", "..") or (folder / path).exists():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import pickletools
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -31,6 +33,7 @@ import weightloaders as wl
 from weightloaders.errors import (
     AmbiguousSourceError,
     CheckpointFormatError,
+    DuplicateTensorError,
     IncompleteCheckpointError,
     OptionsError,
     SourceNotFoundError,
@@ -167,6 +170,44 @@ def test_items_that_differ_behind_their_data_are_each_read_as_they_are(tmp_path)
     (tmp_path / "__0_0.distcp").write_bytes(data)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(entries, {"a": ("a",), "b": ("b",)}, places)))
     assert_same(load(tmp_path), tensors)
+
+
+def shards(folder, files):
+    """Ranks' parts in the format of safetensors: name -> the tensor ``w``, and where it begins if that is said."""
+    for name, (tensor, at) in files.items():
+        said = {} if at is None else {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": at}})}
+        save_file({"w": tensor}, folder / f"{name}.safetensors", metadata={"format": "pt", **said})
+    return folder
+
+
+@pytest.mark.parametrize("at", [[0, 0], None])
+def test_a_slice_that_several_ranks_stored_is_the_same_in_all_of_them(tmp_path, at):
+    a, b = torch.zeros(2, 2), torch.ones(2, 2)
+    names = [f"shard-0000{rank}-model-00001-of-00001" for rank in (1, 2)]
+    assert torch.equal(load(shards(tmp_path, {names[0]: (a, [0, 0]), names[1]: (a, at)}))["w"], a)
+    with pytest.raises(DuplicateTensorError, match="not the same") as caught:
+        load(shards(tmp_path, {names[0]: (a, [0, 0]), names[1]: (b, at)}))
+    assert caught.value.tensor == "w"
+    assert caught.value.file == str(tmp_path / f"{names[1]}.safetensors")
+
+
+def test_a_file_that_no_rank_has_is_named(tmp_path):
+    shards(tmp_path, {"shard-00001-model-00001-of-00002": (torch.zeros(2, 2), [0, 0])})
+    with pytest.raises(IncompleteCheckpointError, match="model-00002-of-00002"):
+        load(tmp_path)
+
+
+def test_two_files_of_ranks_with_the_same_numbers_are_refused(tmp_path):
+    part = (torch.zeros(2, 2), [0, 0])
+    shards(tmp_path, {"shard-00001-model-00001-of-00001": part, "shard-1-model-00001-of-00001": part})
+    with pytest.raises(AmbiguousSourceError, match="the same numbers"):
+        load(tmp_path)
+
+
+def test_a_key_that_leads_nowhere_is_refused_in_every_format(tmp_path):
+    shards(tmp_path, {"shard-00001-model-00001-of-00001": (torch.zeros(2, 2), [0, 0])})
+    with pytest.raises(OptionsError, match="nonsense"):
+        load(tmp_path, key="nonsense")
 
 
 def test_it_is_what_torch_itself_loads(two_ranks):

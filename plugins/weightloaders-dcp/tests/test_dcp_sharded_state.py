@@ -125,7 +125,7 @@ def test_axes_that_do_not_fit_are_refused(folder):
     [
         ("model-rank-0-part-0.safetensors", {"rank": 0}),
         ("model-rank-1-part-0.safetensors", {"axes": AXES}),
-        ("model-rank-1-part-0.safetensors", {"rank": 0}),
+        ("model-rank-1-part-0.safetensors", {"rank": 1}),
     ],
 )
 def test_a_missing_part_is_named(folder, gone, options):
@@ -138,7 +138,10 @@ def test_a_missing_rank_is_named(folder):
     for part in range(2):
         (folder / f"model-rank-0-part-{part}.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match="model-rank-0-part-0"):
-        load(folder, rank=1)
+        load(folder, axes=AXES)
+    with pytest.raises(SourceNotFoundError, match="no file of rank 0"):
+        load(folder, rank=0)
+    assert_same(load(folder, rank=1), of_rank(whole(), 1))
 
 
 def test_a_last_rank_that_is_missing_is_known_by_the_world_size(folder):
@@ -186,3 +189,35 @@ def test_auto_finds_the_loader(folder, registry):
     assert isinstance(loader, ShardedStateLoader)
     assert_same(dict(loader.get_weights(str(folder)).items()), of_rank(whole(), 1))
     assert ShardedStateLoader.probe(str(folder.parent)).answer == "no"
+
+
+def saved(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, value in files.items():
+        save_file({"w": torch.full((2, 2), float(value))}, folder / f"{name}.safetensors")
+    return folder
+
+
+def test_one_ranks_state_needs_no_other_ranks_files(tmp_path):
+    saved(tmp_path, {"model-rank-1-part-0": 1})
+    with wl.open_weights(tmp_path, ShardedStateLoader, rank=1) as weights:
+        assert weights["w"].tolist() == [[1, 1], [1, 1]]
+    with pytest.raises(SourceNotFoundError, match="no file of rank 2"):
+        wl.open_weights(tmp_path, ShardedStateLoader, rank=2)
+    with pytest.raises(IncompleteCheckpointError, match="model-rank-0"):
+        wl.open_weights(tmp_path, ShardedStateLoader, axes={"w": 0})
+    saved(tmp_path, {"model-rank-1-part-2": 1})
+    with pytest.raises(IncompleteCheckpointError, match="model-rank-1-part-1"):
+        wl.open_weights(tmp_path, ShardedStateLoader, rank=1)
+
+
+def test_axes_that_a_lone_rank_has_no_use_for_are_told(tmp_path):
+    saved(tmp_path, {"model-rank-0-part-0": 0})
+    with wl.open_weights(tmp_path, ShardedStateLoader, axes={"w": 0}) as weights:
+        assert any("axes: not used" in note for note in weights.notes)
+
+
+def test_two_files_with_the_same_numbers_are_refused(tmp_path):
+    saved(tmp_path, {"model-rank-0-part-0": 0, "model-rank-00-part-0": 5})
+    with pytest.raises(AmbiguousSourceError, match="model-rank-00-part-0"):
+        wl.open_weights(tmp_path, ShardedStateLoader)

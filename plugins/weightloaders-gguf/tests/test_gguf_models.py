@@ -420,6 +420,23 @@ def test_an_empty_tensor_of_endless_rows_is_arranged_at_once(tmp_path, architect
         assert weights[name].shape == dims[::-1]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
+def test_halves_of_experts_in_different_parts_are_stacked_or_both_files_are_named(tmp_path, architecture):
+    halves = {"ffn_gate_exps": torch.zeros(1, 2, 2), "ffn_up_exps": torch.ones(1, 2, 2)}
+    for number, (leaf, value) in enumerate(halves.items()):
+        said = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
+        path = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
+        gguf_models.write(path, {f"blk.0.{leaf}.weight": value}, architecture, said)
+    if architecture == "qwen3moe":
+        with wl.open_weights(tmp_path) as weights:
+            assert torch.equal(weights["model.layers.0.mlp.experts.gate_up_proj"], torch.cat([*halves.values()], dim=1))
+        return
+    with pytest.raises(CheckpointFormatError, match=r"00001-of-00002.gguf and .*00002-of-00002.gguf") as raised:
+        wl.open_weights(tmp_path)
+    assert raised.value.tensor == "blk.0.ffn_up_exps.weight"
+    assert "--merge" in raised.value.hint
+
+
 # ------------------------------------------------------------------ what is said, but can't be
 
 

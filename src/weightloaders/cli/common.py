@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +215,8 @@ def names_a_file(source: str) -> bool:
 
     if is_web_address(source):
         return bool(split_address(source)[1])
-    return Path(source).expanduser().is_file()
+    # pathlib fails where there is no such user, and at some names.
+    return os.path.isfile(os.path.expanduser(source))  # noqa: PTH111, PTH113
 
 
 def policies(**given: Sequence[str] | None) -> dict[str, Any]:

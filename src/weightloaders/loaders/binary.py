@@ -10,6 +10,7 @@ from weightloaders.errors import AmbiguousSourceError, OptionsError, SourceError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.file_names import OTHER_FORMATS, family_of, is_training_state, natural, suffix_of
 from weightloaders.weights.files import head_of, listed
+from weightloaders.weights.folder import path_of
 from weightloaders.weights.zip_directory import ZIP_MAGIC
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class BinaryLoader(BaseWeightLoader):
             CheckpointFormatError: If a description can't be understood, or does not fit the size of its data file.
             DuplicateTensorError: If a name is described twice.
         """
-        return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
+        return self.get_listed_weights(*listed(path_of(model_name_or_path)))
 
     def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
         """The same of files wherever they lie."""
@@ -126,7 +127,7 @@ class BinaryLoader(BaseWeightLoader):
     def probe(cls, path: str) -> Probe:
         """Whether a description of this format lies beside a data file."""
         try:
-            return cls.probe_listing(*listed(Path(path).expanduser()))
+            return cls.probe_listing(*listed(path_of(path)))
         except SourceError as error:
             return Probe.no(error.message)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightloaders.errors import ModelError, OptionsError, SourceNotFoundError
 from weightloaders.loaders.base import BaseWeightLoader
+from weightloaders.weights.folder import path_of
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def _meta_model(path: str, dtype: torch.dtype | None) -> torch.nn.Module:
     import torch
     import transformers
 
-    place = Path(path).expanduser()
+    place = path_of(path)
     folder = place.parent if place.is_file() else place
     if folder.is_dir() and not (folder / CONFIG_FILE).is_file():
         raise SourceNotFoundError(

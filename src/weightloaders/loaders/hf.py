@@ -15,7 +15,7 @@ from weightloaders.loaders.torch import not_of_torch
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import part_number, reader_of, said_beside
 from weightloaders.weights.files import Selection, choose_files, first_file, holds_weights, listed, select_listed
-from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
+from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -132,7 +132,7 @@ class HuggingFaceLoader(BaseWeightLoader):
         """Whether it is a folder with weights, or may be a repository; the hub is not asked."""
         if path.startswith("hf://"):
             return Probe.yes("an address on the hub")
-        place = Path(path).expanduser()
+        place = path_of(path)
         kind = kind_of(place)
         if kind is None:
             return Probe.no("a single file")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import indexed_name, suffix_of
 from weightloaders.weights.files import head_of, holds_weights, listed, select_listed
-from weightloaders.weights.folder import A_FOLDER, kind_of
+from weightloaders.weights.folder import A_FOLDER, kind_of, path_of
 from weightloaders.weights.sniff import is_safetensors
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class LocalLoader(BaseWeightLoader):
             IncompleteCheckpointError: If a file or tensor that the index names is absent.
             SourceError: If a file is not what it should be; see `weightloaders.errors`.
         """
-        return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
+        return self.get_listed_weights(*listed(path_of(model_name_or_path)))
 
     def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
         """The same of files wherever they lie."""
@@ -69,7 +68,7 @@ class LocalLoader(BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> Probe:
         """Whether it is a folder with safetensors files, or such a file."""
-        place = Path(path).expanduser()
+        place = path_of(path)
         kind = kind_of(place)
         return cls.probe_listing(*listed(place)) if kind in (None, A_FOLDER) else Probe.no(f"it {kind}")
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightloaders.errors import SourceNotFoundError
 from weightloaders.weights.file_names import family_of
-from weightloaders.weights.folder import A_FOLDER, kind_of
+from weightloaders.weights.folder import A_FOLDER, kind_of, path_of
 from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
             file=shown(text),
             hint="web addresses are read by the loader 'http'",
         )
-    path = Path(text).expanduser()
+    path = path_of(text)
     kind = kind_of(path)
     if kind is None or path.is_absolute() or text.startswith((".", "~")):
         return Place(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightloaders.errors import AmbiguousSourceError, OptionsError
@@ -12,7 +11,7 @@ from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.weights.candidates import Wanted
 from weightloaders.weights.file_names import OTHER_FORMATS, family_of, indexed_name, part_number, suffix_of
 from weightloaders.weights.files import first_file, head_of, holds_weights, listed, select_listed
-from weightloaders.weights.folder import A_FOLDER, kind_of
+from weightloaders.weights.folder import A_FOLDER, kind_of, path_of
 
 if TYPE_CHECKING:
     from weightloaders.weights.candidates import Listing
@@ -79,7 +78,7 @@ class TorchLoader(BaseWeightLoader):
                 are tensor-parallel parts, or how these are put together, is not clear.
             SourceError: If a file is not what it should be; see `weightloaders.errors`.
         """
-        return self.get_listed_weights(*listed(Path(model_name_or_path).expanduser()))
+        return self.get_listed_weights(*listed(path_of(model_name_or_path)))
 
     def get_listed_weights(self, listing: Listing, name: str = "") -> Weights:
         """The same of files wherever they lie."""
@@ -114,7 +113,7 @@ class TorchLoader(BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> Probe:
         """Whether it is a folder with PyTorch files, or such a file."""
-        place = Path(path).expanduser()
+        place = path_of(path)
         kind = kind_of(place)
         return cls.probe_listing(*listed(place)) if kind in (None, A_FOLDER) else Probe.no(f"it {kind}")
 

@@ -23,6 +23,11 @@ _REPOSITORY_FOLDER = re.compile(r"(models|datasets|spaces)--.+")
 _SHARED_STORE_MARK = ".huggingface-shared-blobs"
 
 
+def path_of(text: str | Path) -> Path:
+    """A path on this machine, a home folder (``~``) spelt out; as it is where there is no such user."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such user
+
+
 class FolderListing:
     """What lies in a folder on disk: a `weightloaders.weights.candidates.Listing`.
 

@@ -10,7 +10,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from weightloaders import FolderListing, Weights
-from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
+from weightloaders.errors import (
+    AmbiguousSourceError,
+    CheckpointFormatError,
+    DuplicateTensorError,
+    IncompleteCheckpointError,
+)
+from weightloaders.weights.reading import same_values
 from weightloaders.weights.safetensors import read_safetensors
 from weightloaders.weights.threads import in_parallel
 from weightloaders_dcp.metadata import Chunk
@@ -30,8 +36,11 @@ def read_shards(listing: Listing) -> Weights:
 
     Raises:
         IncompleteCheckpointError: If a rank's file is missing, as far as the numbers tell.
+        AmbiguousSourceError: If two files are called by the same numbers.
+        DuplicateTensorError: If a slice that several ranks stored is not the same in all of them.
         CheckpointFormatError: If slices are missing or overlap, or a file is damaged.
     """
+    _check_names(listing)
     numbers = {name: int(match[1]) for name in sorted(listing.names) if (match := SHARD.fullmatch(name))}
     lacking = next((rank for rank in range(1, max(numbers.values())) if rank not in numbers.values()), None)
     if lacking is not None:
@@ -52,12 +61,43 @@ def read_shards(listing: Listing) -> Weights:
                 raise _malformed(f"{listing.where}/{name}", info.name)
             # Of slices that several ranks hold the same, one.
             if 0 not in info.shape or not info.shape:
-                pieces.setdefault(info.name, {}).setdefault((at, info.shape), (Chunk(at, info.shape, name, 0, 0), info))
+                piece = (Chunk(at, info.shape, name, 0, 0), info)
+                _, first = pieces.setdefault(info.name, {}).setdefault((at, info.shape), piece)
+                if not same_values(first, info):
+                    raise DuplicateTensorError(
+                        f"the slice of tensor {info.name!r} from {list(at)} on is not the same in "
+                        f"{first.extents[0].source.name} and {name}",
+                        file=f"{listing.where}/{name}",
+                        tensor=info.name,
+                        hint=f"the files belong to different checkpoints, or lack {_INFO}: save again",
+                    )
             else:
                 pieces.setdefault(info.name, {})
     empty = {info.name: info for file in files for info in file.infos}
     infos = [_tensor(name, list(boxes.values()), empty[name]) for name, boxes in pieces.items()]
     return Weights.describe(infos, notes=[f"{len(numbers)} files of {len(set(numbers.values()))} ranks, put together"])
+
+
+def _check_names(listing: Listing) -> None:
+    """Each file must be there once. A rank that has no part of a file's tensors does not write it, another does."""
+    matches = [match for name in sorted(listing.names) if (match := SHARD.fullmatch(name))]
+    by_numbers: dict[tuple[int, int], str] = {}
+    for match in matches:
+        twin = by_numbers.setdefault((int(match[1]), int(match[2])), match[0])
+        if twin != match[0]:
+            raise AmbiguousSourceError(
+                f"{listing.where} has {twin} and {match[0]}, which have the same numbers",
+                file=f"{listing.where}/{match[0]}",
+                hint="remove what belongs to another checkpoint",
+            )
+    count, there = max(int(match[3]) for match in matches), {number for _, number in by_numbers}
+    lacking = next((number for number in range(1, count + 1) if number not in there), None)
+    if lacking is not None:
+        raise IncompleteCheckpointError(
+            f"{listing.where} has no rank's model-{lacking:05}-of-{count:05}",
+            file=listing.where,
+            hint="fetch what is missing",
+        )
 
 
 def _tensor(name: str, pieces: list[tuple[Chunk, TensorInfo]], empty: TensorInfo) -> TensorInfo:

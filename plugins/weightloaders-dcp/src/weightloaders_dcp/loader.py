@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import weightloaders as wl
-from weightloaders.errors import SourceNotFoundError
+from weightloaders.errors import OptionsError, SourceNotFoundError
 from weightloaders_dcp.names import METADATA, SUFFIX, is_of_dcp, is_shard
 
 if TYPE_CHECKING:
@@ -53,13 +54,19 @@ class DcpLoader(wl.BaseWeightLoader):
         from weightloaders_dcp.reading import read_checkpoint
 
         if not any(map(is_of_dcp, listing.names)) and any(map(is_shard, listing.names)):
+            if self.key:
+                raise OptionsError(
+                    f"key={self.key!r} is for .distcp files: parts in safetensors' format have no keys, only names",
+                    file=listing.where,
+                    hint="leave it out",
+                )
             return read_shards(listing)
         return read_checkpoint(listing, self.key)
 
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is such a folder, or a file of one."""
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
         if place.is_dir():
             return cls.probe_listing(wl.FolderListing(place))
         if place.is_file():
@@ -84,7 +91,7 @@ class DcpLoader(wl.BaseWeightLoader):
 
 
 def _listing(place: str) -> wl.FolderListing:
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     if path.is_dir():
         return wl.FolderListing(path)
     if path.is_file():

@@ -6,6 +6,7 @@ tensors have the names and the layout of vLLM's own models, cut for a rank, and 
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,7 +68,7 @@ class ShardedStateLoader(wl.BaseWeightLoader):
             DuplicateTensorError: If a tensor is in two parts, or differs between ranks where it should be the same.
             CheckpointFormatError: If slices don't fit each other, or a file is damaged.
         """
-        path = Path(model_name_or_path).expanduser()
+        path = Path(os.path.expanduser(model_name_or_path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
         if not path.is_dir():
             raise SourceNotFoundError(f"there is no folder {path}", file=path, hint="give the folder that vLLM wrote")
         return self.get_listed_weights(wl.FolderListing(path))
@@ -77,14 +78,19 @@ class ShardedStateLoader(wl.BaseWeightLoader):
         from weightloaders.loaders.axes import Axes
         from weightloaders.weights.tensor_parallel import put_together
 
-        ranks = _ranks(listing, self.world_size)
+        ranks = _ranks(listing, self.world_size, self.rank)
         if self.rank is not None or len(ranks) == 1:
             rank = 0 if self.rank is None else self.rank
             if rank not in ranks:
                 raise SourceNotFoundError(
-                    f"{listing.where} has no file of rank {rank}: there are {len(ranks)} ranks", file=listing.where
+                    f"{listing.where} has no file of rank {rank}",
+                    file=listing.where,
+                    hint="fetch it, or give the number of a rank that is there",
                 )
-            return wl.Weights.describe(_tensors(listing, ranks[rank]), notes=[f"the state of rank {rank} alone"])
+            notes = [f"the state of rank {rank} alone"]
+            if self.axes is not None:
+                notes.append("axes: not used, for there is one rank, which has the whole of each tensor")
+            return wl.Weights.describe(_tensors(listing, ranks[rank]), notes=notes)
         if self.axes is None:
             raise AmbiguousSourceError(
                 f"{listing.where} holds the states of {len(ranks)} tensor-parallel ranks",
@@ -99,7 +105,7 @@ class ShardedStateLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a folder with such files."""
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
         return cls.probe_listing(wl.FolderListing(place)) if place.is_dir() else wl.Probe.no("no folder")
 
     @classmethod
@@ -110,13 +116,19 @@ class ShardedStateLoader(wl.BaseWeightLoader):
         return wl.Probe.no("no model-rank-*-part-*.safetensors")
 
 
-def _ranks(listing: Listing, world_size: int | None) -> dict[int, list[str]]:
-    """Each rank's files in their order, none of them missing as far as the numbers tell."""
+def _ranks(listing: Listing, world_size: int | None, only: int | None) -> dict[int, list[str]]:
+    """Each rank's files in their order, none of them missing as far as the numbers tell; or those of one rank."""
     found: dict[int, dict[int, str]] = {}
     for name in sorted(listing.names):
         match = _NAME.fullmatch(name)
         if match is not None:
-            found.setdefault(int(match[1]), {})[int(match[2])] = name
+            twin = found.setdefault(int(match[1]), {}).setdefault(int(match[2]), name)
+            if twin != name:
+                raise AmbiguousSourceError(
+                    f"{listing.where} has {twin} and {name}, which have the same numbers",
+                    file=f"{listing.where}/{name}",
+                    hint="remove what belongs to another checkpoint",
+                )
     if not found:
         raise SourceNotFoundError(
             f"{listing.where} holds no model-rank-*-part-*.safetensors",
@@ -126,7 +138,8 @@ def _ranks(listing: Listing, world_size: int | None) -> dict[int, list[str]]:
     count = max(found) + 1 if world_size is None else world_size
     if len(found) > count or max(found) >= count:
         raise OptionsError(f"world_size={count}, but {listing.where} has files of rank {max(found)}")
-    for rank in range(count):
+    wanted = range(count) if only is None else [only] if only in found else []
+    for rank in wanted:
         parts = found.get(rank, {})
         lacking = next((part for part in range(max(parts, default=0) + 1) if part not in parts), None)
         if lacking is not None:
@@ -136,7 +149,7 @@ def _ranks(listing: Listing, world_size: int | None) -> dict[int, list[str]]:
                 file=f"{listing.where}/model-rank-{rank}-part-{lacking}.safetensors",
                 hint="fetch what is missing",
             )
-    return {rank: [found[rank][part] for part in sorted(found[rank])] for rank in range(count)}
+    return {rank: [found[rank][part] for part in sorted(found[rank])] for rank in wanted}
 
 
 def _tensors(listing: Listing, files: list[str]) -> list[TensorInfo]:

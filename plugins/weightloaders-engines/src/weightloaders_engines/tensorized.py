@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -128,7 +129,7 @@ class TensorizerLoader(wl.BaseWeightLoader):
 
 def _listed(name: str) -> tuple[wl.Listing, str]:
     """The folder that is meant, and the file in it if that was named."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     return (wl.FolderListing(path), "") if path.is_dir() else (wl.FolderListing(path.parent), path.name)
 
 

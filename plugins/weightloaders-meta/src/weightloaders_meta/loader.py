@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -112,7 +113,7 @@ class MetaLoader(wl.BaseWeightLoader):
 
 
 def _folder(name: str) -> Path:
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     if not folder.is_dir():
         raise SourceNotFoundError(
             f"there is no folder {folder}", file=folder, hint="name the folder with params.json and the weights"
