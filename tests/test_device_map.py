@@ -111,8 +111,8 @@ def test_one_device_is_a_map_for_all() -> None:
         ({"": None}, "'' can't go to None, which is no device"),
         ({"model": "cpu", "lm_head": "cuda:4096"}, "'lm_head' can't go there: device='cuda:4096' can't be used"),
         ({"": -1}, "'' can't go there: device='-1' can't be used"),
-        ("cudda", "device='cudda' can't be used"),
-        (4096, "device='4096' can't be used"),
+        ("cudda", "device_map='cudda' can't be used"),
+        (4096, "device_map='4096' can't be used"),
         (["cpu"], "can't be used"),
     ],
 )

@@ -65,6 +65,7 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
         context = context.changed(phases={})
         with context.timed("open"):
             weights = get_weights(loader, source)
+        is_default = True
         try:
             with _naming(loader, "load_weights", source):
                 is_default = getattr(type(loader).load_weights, "is_default", False)
@@ -77,7 +78,8 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
             make_ties(model, context, report.loaded)
             return report
         except (SourceError, LoadError) as error:
-            error.plugin = error.plugin or _plugin_of(loader)
+            # What a loader's own code does wrong is its plugin's; else somebody may have refused who said so.
+            error.plugin = (error.plugin if is_default else None) or _plugin_of(loader) or error.plugin
             raise
         finally:
             _close(weights)

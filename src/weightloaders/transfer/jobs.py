@@ -331,7 +331,13 @@ def _through_buffer(
     size, reader, where = extent.stored_dtype.itemsize, space.reader(extent.source), space.accelerator_of(target)
     if where is not None and not space.staging.can_cast(where, extent.stored_dtype, info.dtype, _dtype(target)):
         where = None
-    if where is None and extent.is_native and extent.stored_dtype is info.dtype and all(p.is_contiguous for p in parts):
+    is_mere_cast = extent.is_native and extent.stored_dtype is info.dtype
+    if (
+        where is None
+        and is_mere_cast
+        and all(_is_worth_a_view(placed, len(parts), size) for placed in parts)
+        and all(placed.is_contiguous for placed in parts)
+    ):
         for placed in parts:
             offset, nbytes = extent.offset + placed.source_start * size, placed.numel * size
             yield Piece(reader, offset, nbytes, target, placed.target_start * size, extent.stored_dtype, itemsize=size)

@@ -6,9 +6,11 @@ whoever gets it may keep it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import threading
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -93,6 +95,7 @@ class ReadAhead:
         self._ahead = self._handed = 0
         self._memory = ReusedMemory()
         self._stopped = False
+        self._readers: list[threading.Thread] = []
         # Reentrant, because the garbage collector may close the iterator on any thread, in the middle of anything.
         self._changed = threading.Condition(threading.RLock())
 
@@ -109,10 +112,11 @@ class ReadAhead:
 
     def __iter__(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
         # Daemons: an iterator that nobody closes must not keep the process from ending.
-        readers = [
+        readers = self._readers = [
             threading.Thread(target=self._work, name=f"weightloaders-read-ahead-{i}", daemon=True)
             for i in range(self._threads)
         ]
+        _running.add(self)
         try:
             # Those that there is room for do all of it.
             with contextlib.suppress(RuntimeError):
@@ -125,13 +129,18 @@ class ReadAhead:
             for portion in self._portions:
                 yield from self._pairs_of(portion)
         finally:
-            with self._changed:
-                self._stopped = True
-                self._changed.notify_all()
-            if threading.current_thread() not in readers:
-                for reader in readers:
-                    if reader.ident is not None:
-                        reader.join()
+            self._stop()
+            _running.discard(self)
+
+    def _stop(self, patience: float | None = None) -> None:
+        """Let the threads end with what they read just now, and wait for them."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if threading.current_thread() not in self._readers:
+            for reader in self._readers:
+                if reader.ident is not None:
+                    reader.join(patience)
 
     def _pairs_of(self, portion: _Portion) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
         is_raw = portion.infos[0].is_raw
@@ -253,6 +262,21 @@ def _portions(infos: Sequence[TensorInfo]) -> Iterator[_Portion]:
         end = run.offset + run.length
     if batch:
         yield _Portion(batch, end - start)
+
+
+# ------------------------------------------------------------------ when the process ends
+
+_running: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+# For a source that does not answer; its thread is then left to the system.
+_LAST_PATIENCE = 2.0
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Python ends a daemon wherever it is: within torch that aborts the process, and with a lock in its hands it may
+    # keep the others waiting for ever.
+    for ahead in list(_running):
+        ahead._stop(_LAST_PATIENCE)  # noqa: SLF001 -- one module
 
 
 @contextlib.contextmanager

@@ -46,23 +46,25 @@ def in_turn(
         yield from map(work, items)
         return
     done = 0
-    with ThreadPoolExecutor(threads, name) as pool:
-        tasks: list[Future[R]] = []
-        try:
-            for item in items:
-                tasks.append(pool.submit(work, item))  # noqa: PERF401 -- those before a failure are wanted
-        except RuntimeError:
-            # No more threads are to be had, and what was handed out last may find nobody to do it.
-            pool.shutdown(cancel_futures=True)
-        try:
-            for task in tasks:
-                if task.cancelled():
-                    break
-                yield task.result()
-                done += 1
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(threads, name)
+    tasks: list[Future[R]] = []
+    try:
+        for item in items:
+            tasks.append(pool.submit(work, item))  # noqa: PERF401 -- those before a failure are wanted
+    except RuntimeError:
+        # No more threads are to be had, and what was handed out last may find nobody to do it.
+        pool.shutdown(cancel_futures=True)
+    try:
+        for task in tasks:
+            if task.cancelled():
+                break
+            yield task.result()
+            done += 1
+    except BaseException:
+        # Not waited for: who looks no further may leave this to the garbage collector, in one of these very threads.
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
     yield from map(work, items[done:])
 
 
