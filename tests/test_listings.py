@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import weightloaders as wl
 from weightloaders import LLM, BaseWeightLoader, ByteSource, FolderListing, Probe, Weights, from_pretrained
-from weightloaders.errors import CheckpointFormatError, SourceNotFoundError, SourceReadError
+from weightloaders.errors import CheckpointFormatError, ModelError, SourceNotFoundError, SourceReadError
+from weightloaders.loaders.resolve import fetch_model_files
 from weightloaders.testing import isolated_registry
 from weightloaders.weights.raw import write_raw
 
@@ -195,3 +196,12 @@ def test_the_tokenizer_is_where_the_loader_says(llama: LlamaForCausalLM, minilm_
     llm = LLM("shelf://7", progress=False)
     assert llm.tokenizer is not None
     assert {place for place, _ in ShelfLoader.asked} == {"shelf://7"}
+
+
+def test_where_no_file_can_be_kept_that_is_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Shelf({"config.json": b"{}"})
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"shelf://7 can't be written to a temporary folder") as caught:
+        fetch_model_files(files)
+    assert caught.value.file == "shelf://7"
+    assert "TMPDIR" in str(caught.value)

@@ -5,6 +5,7 @@ Each runs in a process of its own, because limits and high-water marks are a pro
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import subprocess
@@ -220,6 +221,25 @@ _IN_PARALLEL = """
             found.append([result, "MainThread" in names])
     print(json.dumps(found))
 """
+
+
+_CHECKSUMS = """
+    from weightloaders.weights.checksums import Checksum
+    from weightloaders.weights.source import FileSource
+
+    source = FileSource(sys.argv[1])
+    wrong, right = (Checksum("sha256", digest, "a test") for digest in ("0" * 64, sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + (20 << 20), resource.RLIM_INFINITY))
+    found = [[m.found for m in Checksum.mismatches({source: due})] for due in (wrong, right)]
+    print(json.dumps(found))
+"""
+
+
+def test_checksums_are_compared_where_there_are_no_threads(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 100
+    (tmp_path / "file").write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    assert run(_CHECKSUMS, tmp_path / "file", digest) == [[digest], []]
 
 
 def test_what_is_done_in_parallel_is_done_here_where_there_are_no_threads() -> None:

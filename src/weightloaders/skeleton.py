@@ -26,6 +26,7 @@ from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
+from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
 from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
@@ -188,13 +189,13 @@ def _files_or_explain(
         return model_files(source, hub_options, "config.json", loader)
     except SourceNotFoundError as error:
         where = shown(source)
-        if (Path(source) / "adapter_config.json").is_file():
+        if (Path(source) / ADAPTER_FILE).is_file():
             raise ModelError(
                 f"{where} holds an adapter (LoRA or the like), which is no model by itself",
                 file=where,
-                hint="merge it into its base model (peft: merge_and_unload()), save that and load it",
+                hint=ADAPTER_HINT,
             ) from error
-        is_metas = (Path(source) / "params.json").is_file()
+        is_metas = (Path(source) / PARAMS_FILE).is_file()
         raise ModelError(
             f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
         ) from error

@@ -18,7 +18,7 @@ from weightloaders.errors import (
 )
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
-from weightloaders.weights.file_names import reader_of, suffix_of
+from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, reader_of, suffix_of
 from weightloaders.weights.http import is_web_address, shown
 
 if TYPE_CHECKING:
@@ -166,9 +166,9 @@ def _nobody(path: str, reasons: Mapping[str, str]) -> SourceNotFoundError | Chec
     if is_file:
         return CheckpointFormatError(f"no loader recognises {path}:{details}", file=path, hint=hint)
     what = "no loader recognises what is in it" if exists else "there is no such file or folder"
-    if os.path.isfile(os.path.join(path, "adapter_config.json")):  # noqa: PTH113, PTH118 -- as above
+    if os.path.isfile(os.path.join(path, ADAPTER_FILE)):  # noqa: PTH113, PTH118 -- as above
         what = "it holds an adapter (LoRA or the like), which is no model by itself"
-        hint = "merge it into its base model (peft: merge_and_unload()), save that and load it"
+        hint = ADAPTER_HINT
     return SourceNotFoundError(f"no weights found at {path}: {what}{details}", file=path, hint=hint)
 
 

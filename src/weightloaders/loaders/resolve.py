@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import fnmatch
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import SourceError, SourceNotFoundError
@@ -14,13 +10,14 @@ from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate
 from weightloaders.loaders.web import UnlistedFolder, WebFolder, split_address
-from weightloaders.weights.folder import FolderListing, kind_of
+from weightloaders.weights.folder import FolderListing, kind_of, temporary_folder
 from weightloaders.weights.http import is_web_address, shown
 from weightloaders.weights.texts import read_small
 from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from weightloaders.loaders.hub_files import HubFiles
     from weightloaders.weights.candidates import Listing
@@ -139,10 +136,9 @@ def _from_the_web(
 
 
 def _fetched(files: Listing, names: Sequence[str]) -> Path:
-    """Files in a folder of their own, outside of all caches, which is gone when the process ends."""
+    """Files in a folder of their own; see `temporary_folder`."""
     contents = in_parallel(lambda name: read_small(files.open(name), _MAX_BYTES), names)
-    folder = Path(tempfile.mkdtemp(prefix="weightloaders-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name, content in zip(names, contents, strict=True):
-        (folder / name).write_bytes(content)
+    with temporary_folder(f"what describes the model at {files.where}", files.where) as folder:
+        for name, content in zip(names, contents, strict=True):
+            (folder / name).write_bytes(content)
     return folder

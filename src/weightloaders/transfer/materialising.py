@@ -14,7 +14,7 @@ import torch
 
 from weightloaders.errors import ModelError
 from weightloaders.transfer.devices import enough_memory_on
-from weightloaders.transfer.memory import wraps_others
+from weightloaders.transfer.memory import is_plain, wraps_others
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SWAP_IMPL: Callable[[torch.Tensor, torch.Tensor], object] | None = getattr(torch._C, "_swap_tensor_impl", None)  # noqa: SLF001 -- what `torch.utils.swap_tensors` calls; where it is not, that is called
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def allocate(
@@ -165,7 +164,7 @@ def _swap(old: torch.Tensor, new: torch.Tensor) -> bool:
     hooks, after_hooks = old._backward_hooks, old._post_accumulate_grad_hooks  # noqa: SLF001 -- torch's own `swap` loses them
     if (
         _SWAP_IMPL is not None
-        and type(old) in _PLAIN
+        and is_plain(old)
         and not (hooks or after_hooks or weakref.getweakrefs(old))
         and old._use_count() == 1  # type: ignore[attr-defined]  # noqa: SLF001 -- as torch's own `swap` asks
     ):

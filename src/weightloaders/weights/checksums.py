@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from weightloaders.errors import CheckpointFormatError
 from weightloaders.weights.folder import real_path
 from weightloaders.weights.texts import read_text
+from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -201,8 +202,10 @@ class Checksum:
             KeyboardInterrupt: After the threads have stopped.
         """
         stop = threading.Event()
-        threads = min(len(expected), os.cpu_count() or 1, _MOST_THREADS)
-        with ThreadPoolExecutor(max(1, threads), "weightloaders-checksums") as pool:
+        threads = threads_that_fit(min(len(expected), os.cpu_count() or 1, _MOST_THREADS))
+        if not threads:
+            return _differing(expected, {source: checksum.of(source) for source, checksum in expected.items()})
+        with ThreadPoolExecutor(threads, "weightloaders-checksums") as pool:
             found = {source: pool.submit(checksum.of, source, stop.is_set) for source, checksum in expected.items()}
             pending = set(found.values())
             try:
@@ -214,8 +217,7 @@ class Checksum:
                 stop.set()
                 pool.shutdown(cancel_futures=True)
                 raise
-        results = [Mismatch(source, due, found[source].result()) for source, due in expected.items()]
-        return [result for result in results if result.found != result.expected.digest]
+        return _differing(expected, {source: future.result() for source, future in found.items()})
 
     def of(self, source: ByteSource, stop: Callable[[], bool] | None = None) -> str:
         """What the bytes of a source come to, by the same algorithm.
@@ -239,3 +241,7 @@ class Checksum:
             source.read_into(part, at)
             sum_.update(part)
         return sum_.hexdigest()
+
+
+def _differing(expected: Mapping[ByteSource, Checksum], found: Mapping[ByteSource, str]) -> list[Mismatch]:
+    return [Mismatch(source, due, found[source]) for source, due in expected.items() if found[source] != due.digest]

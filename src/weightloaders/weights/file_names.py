@@ -43,6 +43,9 @@ _OF_A_RANK = (
 _READERS = {".gguf": "gguf", ".npz": "npz", ".distcp": "dcp", ".tensors": "tensorizer"}
 # Meta's tensor-parallel parts, and the sizes of the whole.
 PARAMS_FILE = "params.json"
+#: The file that tells a folder with an adapter (LoRA or the like), and what to do with one.
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_HINT = "merge it into its base model (peft: merge_and_unload()), save that and load it"
 _PART = re.compile(r"consolidated\.(\d{1,4})\.(pth|pt)", re.IGNORECASE)
 
 # What trainers (transformers, accelerate, DeepSpeed) write beside a model.

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
+import shutil
 import stat
+import tempfile
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import SourceNotFoundError, SourceReadError, UnsafeCheckpointError
+from weightloaders.errors import (
+    ModelError,
+    SourceNotFoundError,
+    SourceReadError,
+    UnsafeCheckpointError,
+    WeightLoadersError,
+)
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.index import MAX_INDEX_BYTES
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.texts import read_small_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _REPOSITORY_FOLDER = re.compile(r"(models|datasets|spaces)--.+")
 # huggingface_hub may keep one copy for all repositories; this file marks the folder as its own.
@@ -26,6 +36,33 @@ _SHARED_STORE_MARK = ".huggingface-shared-blobs"
 def path_of(text: str | Path) -> Path:
     """A path on this machine, a home folder (``~``) spelt out; as it is where there is no such user."""
     return Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such user
+
+
+@contextlib.contextmanager
+def temporary_folder(what: str, file: str | Path) -> Iterator[Path]:
+    """A new folder outside of all caches, to be written within the block.
+
+    It is gone when the process ends, and no sooner: whoever is told of it may outlive whoever made it.
+
+    Args:
+        what: What is written there, for messages.
+        file: Where that comes from.
+
+    Raises:
+        ModelError: If it can't be made or written.
+    """
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="weightloaders-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
+    except WeightLoadersError:
+        raise
+    except OSError as error:
+        raise ModelError(
+            f"{what} can't be written to a temporary folder: {error.strerror or error}",
+            file=file,
+            hint="set TMPDIR to a folder that has room, or give config=... and tokenizer=... of the model",
+        ) from error
 
 
 class FolderListing:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import weightloaders as wl
@@ -15,6 +11,7 @@ from weightloaders_gguf.files import Files, choose, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
+    from pathlib import Path
 
     from weightloaders import Listing
 
@@ -75,8 +72,9 @@ class GgufLoader(wl.BaseWeightLoader):
         return self._model_files(choose(listing, name, file_pattern=self.file_pattern), needed)
 
     def _model_files(self, files: Files, needed: str) -> Path:
+        from weightloaders.weights.folder import temporary_folder
         from weightloaders_gguf.catalogue import headers_of
-        from weightloaders_gguf.model_files import TOKENIZER, room_for_files_of, write_config, write_tokenizer
+        from weightloaders_gguf.model_files import TOKENIZER, write_config, write_tokenizer
 
         with self._lock:
             found = headers_of(files)
@@ -84,11 +82,8 @@ class GgufLoader(wl.BaseWeightLoader):
             key = tuple((source.name, source.identity) for source, _ in found)
             folder = self._folders.get(key)
             if folder is None:
-                with room_for_files_of(headers[0]):
-                    folder = Path(tempfile.mkdtemp(prefix="weightloaders-gguf-"))
-                # Whoever was told of it may outlive this loader.
-                atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                write_config(headers, folder)
+                with temporary_folder(f"the config of {headers[0].file}", headers[0].file) as folder:
+                    write_config(headers, folder)
                 self._folders[key] = folder
             if needed != "config.json" and not (folder / TOKENIZER).exists():
                 write_tokenizer(headers[0], folder)

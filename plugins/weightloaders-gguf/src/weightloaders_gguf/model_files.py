@@ -57,6 +57,7 @@ def write_config(headers: Sequence[Header], folder: Path) -> None:
 
     Raises:
         ModelError: If transformers knows no such architecture, or the file does not say what its config needs.
+        OSError: If it can't be written.
     """
     header, tensors = headers[0], [tensor for header in headers for tensor in header.tensors]
     names = tuple(tensor.name for tensor in tensors)
@@ -72,8 +73,7 @@ def write_config(headers: Sequence[Header], folder: Path) -> None:
     content["architectures"] = config.get("architectures") or [_model_class(made.model_type, header)]
     content["dtype"] = _dtype({tensor.type.name for tensor in tensors})
     content.pop("_model_name_or_path", None)
-    with room_for_files_of(header):
-        (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 # Its names are resolved on first use.
 import weightloaders as wl
-from weightloaders.errors import ModelError, OptionsError, SourceNotFoundError
+from weightloaders.errors import OptionsError, SourceNotFoundError
+from weightloaders.weights.file_names import PARAMS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PARAMS_FILE = "params.json"
 # In the order of preference: the loader that reads it, and which files.
 _KINDS = {"local": "consolidated*.safetensors", "torch": "consolidated*.pth"}
 
@@ -80,6 +77,7 @@ class MetaLoader(wl.BaseWeightLoader):
             SourceError: See `get_weights`.
             ModelError: If ``params.json`` is not that of a Llama, or does not go with the weights.
         """
+        from weightloaders.weights.folder import temporary_folder
         from weightloaders_meta.model_files import write_model_files
 
         folder = _folder(model_name_or_path)
@@ -88,17 +86,11 @@ class MetaLoader(wl.BaseWeightLoader):
         with self._lock:
             made = self._folders.get(folder)
             if made is None:
-                try:
-                    made = Path(tempfile.mkdtemp(prefix="weightloaders-meta-"))
-                    weakref.finalize(self, shutil.rmtree, made, ignore_errors=True)
-                    with self.get_weights(str(folder)) as weights:
-                        write_model_files(folder, weights, made, self.max_position_embeddings)
-                except OSError as error:
-                    raise ModelError(
-                        f"the config that is made of {PARAMS_FILE} can't be written: {error}",
-                        file=folder / PARAMS_FILE,
-                        hint="point TMPDIR to a folder that can be written to and has room",
-                    ) from error
+                with (
+                    self.get_weights(str(folder)) as weights,
+                    temporary_folder(f"the config that is made of {PARAMS_FILE}", folder / PARAMS_FILE) as made,
+                ):
+                    write_model_files(folder, weights, made, self.max_position_embeddings)
                 self._folders[folder] = made
         return made
 

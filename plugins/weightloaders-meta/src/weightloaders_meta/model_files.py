@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from weightloaders.errors import ModelError
-from weightloaders_meta.loader import PARAMS_FILE
+from weightloaders.weights.file_names import PARAMS_FILE
+from weightloaders.weights.meta_llama import MAX_PARAMS_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import weightloaders as wl
 
-_MAX_BYTES = 1 << 20
 _HINT = "give config=<folder or config object>"
 _NAME = re.compile(
     r"(tok_embeddings|norm|output)\.weight|rope\.freqs|"
@@ -99,7 +99,7 @@ def write_model_files(folder: Path, weights: wl.Weights, target: Path, positions
 def _read(path: Path) -> _Params:
     try:
         with path.open("rb") as file:
-            params = json.loads(file.read(_MAX_BYTES))
+            params = json.loads(file.read(MAX_PARAMS_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {error}", file=path, hint=_HINT) from error
     if not isinstance(params, dict):
