@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     import torch
 
     from weightloaders.loading import Origin
-    from weightloaders.loading.context import Verify
     from weightloaders.mapping.recipes import Trusted
     from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
     from weightloaders.transfer.device_map import DeviceOption
+    from weightloaders.transfer.verify import VerifyOption
     from weightloaders.weights.safetensors import Described
 
 Layout = Literal["model", "checkpoint"]
@@ -97,6 +97,7 @@ def plan_load(
     trust: Sequence[Trusted] = (),
     transfer: TransferOption = "direct",
     device: DeviceOption = None,
+    verify: VerifyOption | None = None,
 ) -> LoadPlan:
     """Say what a load would do, from headers alone.
 
@@ -118,6 +119,7 @@ def plan_load(
             layouts and transformers' conversions need not be named.
         transfer: How bytes are moved when the plan is run; see `load_into`.
         device: Where what is on meta goes then, and what the forecast is for; see `load_into`.
+        verify: What is checked when the plan is run; see `load_into`.
 
     Returns:
         The plan; `LoadPlan.run` carries it out as long as the weights are open.
@@ -134,7 +136,7 @@ def plan_load(
             hint="leave out rules, policies and automatic; or leave out plan, and a new one is made by them",
         )
     context = load_context(
-        rules, on_missing, on_unexpected, on_mismatch, device, automatic=automatic, transfer=transfer
+        rules, on_missing, on_unexpected, on_mismatch, device, verify=verify, automatic=automatic, transfer=transfer
     )
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
@@ -155,7 +157,7 @@ def load_into(
     on_unexpected: PolicyOption = "warn",
     on_mismatch: PolicyOption = "error",
     progress: ProgressOption = None,
-    verify: Verify | None = None,
+    verify: VerifyOption | None = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
 ) -> LoadReport:
@@ -174,7 +176,10 @@ def load_into(
         on_unexpected: Likewise for tensors that the model doesn't want.
         on_mismatch: Likewise for tensors that don't fit.
         progress: None: a bar on a terminal, a few log lines elsewhere; False: nothing; or a function.
-        verify: ``"finite"``: no NaN and no infinity; ``"sha256"``: the files match their checksums.
+        verify: Additional checks, one or several: ``"sha256"``: before anything is touched, the files are held against
+            their checksums, ``{"sha256": path}`` or a `ChecksumList`: against those of that list alone;
+            ``"finite"``: no NaN and no infinity; ``"record"``: the report has each parameter's own checksum, and the
+            bytes that it came from (`LoadReport.provenance`).
         automatic: Whether names may be matched without being asked; see `plan_load`.
         transfer: How bytes are moved: ``"direct"``, ``"mmap"``, ``"o_direct"``, ``"stream"``, or `TransferOptions`.
 
@@ -209,7 +214,7 @@ def from_pretrained(
     on_unexpected: PolicyOption = "warn",
     on_mismatch: PolicyOption = "error",
     progress: ProgressOption = None,
-    verify: Verify | None = None,
+    verify: VerifyOption | None = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
     trust_remote_code: bool = False,

@@ -63,6 +63,14 @@ Transfer = Annotated[
         show_default=False,
     ),
 ]
+Verify = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CHECK",
+        help="Additional checks: sha256 (or sha256=FILE, a list of checksums), finite, record. May be repeated.",
+        show_default=False,
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that lies with the model run. Only for models you trust.")
 ]
@@ -206,6 +214,12 @@ def transfer_option(text: str | None) -> Any:
         return None if text is None else parse_yaml(text)
     except ValueError as error:
         raise OptionsError(f"the value of --transfer is no valid YAML: {error}") from error
+
+
+def checks(given: Sequence[str] | None) -> list[Any] | None:
+    """Additional checks, as `load_into` and the like take them."""
+    split = [(item.partition("="), item) for item in given or ()]
+    return [{name: file} if file else item for (name, _, file), item in split] or None
 
 
 def names_a_file(source: str) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport
     from weightloaders.transfer.device_map import DeviceOption
     from weightloaders.transfer.options import TransferOption
+    from weightloaders.transfer.verify import VerifyOption
 
 # Near enough to one of our own parameters to be a slip rather than an argument for the model.
 _SLIP = 0.8
@@ -59,7 +60,8 @@ class LLM:
         on_mismatch: The same for tensors of another shape.
         progress: None for a bar on a terminal and a few log lines elsewhere, False for silence, or a function that is
             called with each `ProgressEvent`.
-        verify: Additional checks: ``"finite"`` or ``"sha256"``.
+        verify: Additional checks, one or several: ``"sha256"``, ``"finite"``, ``"record"``; see `load_into`. The config
+            and the tokenizer are held against their checksums, too, before they are used.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
         transfer: How bytes are moved: the name of a mode, or `TransferOptions`; see `load_into`.
         max_num_seqs: How many sequences are written at once.
@@ -91,7 +93,7 @@ class LLM:
         on_unexpected: str | Mapping[str, str] = "warn",
         on_mismatch: str | Mapping[str, str] = "error",
         progress: bool | Callable[[Any], object] | None = None,
-        verify: str | None = None,
+        verify: VerifyOption | None = None,
         automatic: bool = True,
         transfer: TransferOption = "direct",
         max_num_seqs: int = 32,

@@ -62,7 +62,7 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
     """
     check_is_module(model)
     with alone(model):
-        context = context.changed(phases={})
+        context = context.changed(phases={}, compared={})
         with context.timed("open"):
             weights = get_weights(loader, source)
         is_default = True
@@ -94,7 +94,7 @@ def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadRepo
     """
     check_is_module(model)
     with alone(model):
-        context = context.changed(ties=hf.pending_ties(model), phases={})
+        context = context.changed(ties=hf.pending_ties(model), phases={}, compared={})
         with within(context, model):
             report = load_planned(model, weights)
         make_ties(model, context, report.loaded)
@@ -223,7 +223,7 @@ def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadC
         check_is_module(model)
         with alone(model):
             weights.check_open()
-            report = run(plan, model, targets, context.changed(phases={}), weights)
+            report = run(plan, model, targets, context.changed(phases={}, compared={}), weights)
             make_ties(model, context, report.loaded)
             return report
 

@@ -200,6 +200,7 @@ def report_of(
         decided_by=list(plan.decided_by),
         loader=context.loader,
         sources=sources_of(plan),
+        files=dict(context.compared),
         bytes_read=moved.bytes_read,
         bytes_by_path=dict(sorted(moved.bytes_by_path.items())),
         reads=moved.reads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 
 from weightloaders import hooks
 from weightloaders.errors import LoadError, PlanError
+from weightloaders.loading.checking import check_files, inspection_for, parts_of, recorded
 from weightloaders.loading.nesting import active_watches, is_nested, watching
 from weightloaders.loading.origin import origin_of
 from weightloaders.loading.preparing import groundwork, report_of, show_progress, targets_of, warn_of
@@ -23,7 +25,6 @@ from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.mapped import Mapped, mapped
 from weightloaders.transfer.memory import first_unwritable, is_plain
 from weightloaders.transfer.streamed import StreamedTransfer
-from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.collector import collector_paused, collector_resumed
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport
     from weightloaders.targets import Target, Targets
     from weightloaders.transfer.engine import ProgressEvent
+    from weightloaders.transfer.inspecting import Inspection
     from weightloaders.weights.weights import Weights
 
 # Moving more than this takes longer than looking through a plan, however many tensors it is of.
@@ -77,13 +79,12 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
         now = targets if targets.hold_in(model) else targets_of(model, context, targets)
         _check_same_model(plan, targets, now)
         _check_writable(plan)
-    plan.described_by = weights.described_by
+    plan.described_by = (*weights.described_by, *context.companions)
     hooks.before_load(plan)
     warn_of(plan)
-    if context.verify == "sha256":
-        with context.timed("verify"):
-            check_sha256(plan.tensors_read, plan.described_by)
+    check_files(plan, context)
     work = groundwork(model, now, context, plan.unfilled, plan.tied)
+    inspection = inspection_for(context)
     with show_progress(context) as progress, marking(model) as mark:
         with context.timed("prepare"):
             maps = context.transfer.mode == "mmap" and weights.stream is None
@@ -95,7 +96,8 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
             views.put_in()
         try:
             with context.timed("transfer"):
-                moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress, weights)
+                steps = _without_aliases(_besides(views, plan.steps))
+                moved = _transfer(steps, model, context, progress, weights, inspection)
         except BaseException as error:
             # Ctrl-C does not say what was written.
             mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
@@ -108,12 +110,13 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
         for watch in active_watches():
             for target in _filled_by(plan):
                 watch.filled_by_us(target.tensor)
-        if context.verify == "finite":
-            with context.timed("verify"):
-                check_finite(_filled_by(plan))
+        with context.timed("verify") if inspection.is_wanted else contextlib.nullcontext():
+            inspection.look_at_rest(_filled_by(plan))
+        inspection.raise_if_not_finite()
         mark.origin = origin_of(plan, weights.infos(), now)
     before = context.phases.get("open", 0.0) + context.phases.get("plan", 0.0)
     report = report_of(plan, moved, context, prepared, before + time.perf_counter() - start)
+    report.provenance = recorded(inspection, parts_of(plan), _filled_by(plan)) if context.verify.record else {}
     if not is_nested(model):
         hooks.after_load(report)
     return report
@@ -141,8 +144,11 @@ def _transfer(
     context: LoadContext,
     progress: Callable[[ProgressEvent], object],
     weights: Weights,
+    inspection: Inspection,
 ) -> Transferred:
     kind: Callable[..., Transfer | StreamedTransfer] = Transfer
+    if inspection.is_wanted:
+        kind = partial(Transfer, filled=inspection.look)
     if weights.stream is not None:
         kind = partial(StreamedTransfer, stream=weights.stream, borrowed=weights.borrowed)
     elif context.transfer.mode == "stream":

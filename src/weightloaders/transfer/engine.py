@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders.errors import LoadError, SourceReadError, WeightLoadersError
-from weightloaders.plan import Step, step_targets
+from weightloaders.plan import CallStep, Step, step_targets
 from weightloaders.transfer.devices import device_for
 from weightloaders.transfer.faults import faults
 from weightloaders.transfer.jobs import jobs_of
@@ -29,6 +29,7 @@ from weightloaders.weights.threads import threads_that_fit
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from weightloaders.targets import Target
     from weightloaders.transfer.devices import Device
     from weightloaders.transfer.job import Job
     from weightloaders.weights.habits import Habits
@@ -121,6 +122,7 @@ class Transfer:
         progress: Called after each chunk, from any thread but never from two at once.
         handed: Told of each tensor that goes to foreign code.
         open_device: The accelerator of a name; None for the host.
+        filled: Told of each target in the host's memory as soon as all of it is written, from any thread.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Transfer:
         progress: Callable[[ProgressEvent], object] | None = None,
         handed: Callable[[str, torch.Tensor], object] | None = None,
         open_device: Callable[[torch.device], Device | None] = device_for,
+        filled: Callable[[Target], object] | None = None,
     ) -> None:
         self._steps = steps
         self._progress = progress
@@ -153,6 +156,10 @@ class Transfer:
         self._lock = threading.Lock()
         # In how many jobs a target was begun.
         self._begun: Counter[str] = Counter()
+        # And how many are still to be done, where somebody wants to know. What was filled may be written to once more
+        # by code of others.
+        self._filled = None if any(isinstance(step, CallStep) for step in steps) else filled
+        self._left: Counter[str] = Counter()
         self._result = Transferred(how=how(self._options, habits))
 
     def run(self) -> Transferred:
@@ -167,6 +174,8 @@ class Transfer:
         try:
             self._check_memory()
             jobs = jobs_of(self._steps, self._space)
+            if self._filled is not None:
+                self._left.update(target.name for job in jobs for target in job.targets)
             self._space.buffer_needed = max((job.buffer for job in jobs), default=0)
             self._total = sum(job.nbytes for job in jobs)
             self._advance(None)
@@ -281,6 +290,14 @@ class Transfer:
                 f"filling {name} failed: {type(error).__name__}: {error}", tensor=name, file=job.file or None
             ) from error
         self._advance(job)
+        if self._filled is not None:
+            with self._lock:
+                self._left.subtract(target.name for target in job.targets)
+                done = {target.name: target for target in job.targets if not self._left[target.name]}
+            for target in done.values():
+                # What is on the way to an accelerator may not have arrived.
+                if target.tensor.is_cpu:
+                    self._filled(target)
 
     def _stopped_at(self, job: Job, at: int | None) -> str:
         """The target that a job was reading when it failed; those behind it were not touched."""

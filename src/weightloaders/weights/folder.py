@@ -53,6 +53,7 @@ def temporary_folder(what: str, file: str | Path) -> Iterator[Path]:
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix="weightloaders-"))
+        _temporary.add(folder)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         yield folder
     except WeightLoadersError:
@@ -63,6 +64,14 @@ def temporary_folder(what: str, file: str | Path) -> Iterator[Path]:
             file=file,
             hint="set TMPDIR to a folder that has room, or give config=... and tokenizer=... of the model",
         ) from error
+
+
+_temporary: set[Path] = set()
+
+
+def is_temporary(folder: Path) -> bool:
+    """Whether it was written by this process: what lies there was made of other files, or fetched from elsewhere."""
+    return folder in _temporary
 
 
 class FolderListing:
