@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import os
 import struct
 import zipfile
 from itertools import accumulate
@@ -88,9 +89,9 @@ class NpzLoader(wl.BaseWeightLoader):
 
 
 def _find(path: Path, pattern: str) -> Path:
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         raise SourceNotFoundError(f"there is no file or folder {path}", file=path)
     found = sorted(file for file in path.iterdir() if fnmatch.fnmatch(file.name, pattern) and file.is_file())
     if not found:
