@@ -91,7 +91,7 @@ def test_the_public_names_are_those_that_were_promised() -> None:
     promised = """
         BaseWeightLoader ByteSource Checksum ChecksumList Convert Drop Extent FileCheck FolderListing LLM Listing
         LoadPlan LoadReport Probe Provenance Rename RequestOutput SamplingParams TensorInfo TransferOptions
-        WeightLoaderRegistry Weights
+        WeightLoaderRegistry Weights compare
         default_weight_loader from_pretrained hookimpl load_into load_model load_status
         open_weights plan_load safetensors_weights_iterator save_weights
     """

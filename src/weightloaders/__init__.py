@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightloaders.api import (
         save_weights as save_weights,
     )
+    from weightloaders.comparing import compare as compare
     from weightloaders.hooks import hookimpl as hookimpl
     from weightloaders.llm.llm import LLM as LLM
     from weightloaders.llm.outputs import RequestOutput as RequestOutput
@@ -82,6 +83,7 @@ _HOMES = {
     "TransferOptions": "weightloaders.transfer.options",
     "WeightLoaderRegistry": "weightloaders.registry",
     "Weights": "weightloaders.weights.weights",
+    "compare": "weightloaders.comparing",
     "default_weight_loader": "weightloaders.loading",
     "from_pretrained": "weightloaders.api",
     "hookimpl": "weightloaders.hooks",

@@ -414,10 +414,11 @@ def safetensors_weights_iterator(
         SourceNotFoundError: If there are none (it is also a FileNotFoundError).
     """
     weights = open_weights(folder, "local")
-    return _streamed(weights, progress)
+    return streamed(weights, progress)
 
 
-def _streamed(weights: Weights, progress: ProgressOption) -> Iterator[tuple[str, torch.Tensor]]:
+def streamed(weights: Weights, progress: ProgressOption) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of weights, the next ones read ahead, in the order of the files; then the weights are closed."""
     from weightloaders.progress import Progress
     from weightloaders.transfer.engine import ProgressEvent
     from weightloaders.transfer.read_ahead import ReadAhead

@@ -96,8 +96,13 @@ class Settings:
 settings = Settings()
 
 
-def with_switches(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the switches that every command has, and turn errors into messages and an exit status of 1."""
+def with_switches(function: Callable[..., None], trouble: int = 1) -> Callable[..., None]:
+    """Add the switches that every command has, and turn errors into messages and an exit status.
+
+    Args:
+        function: The command.
+        trouble: The exit status after an error.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, quiet: bool, no_progress: bool, debug: bool, **kwargs: Any) -> None:
@@ -112,7 +117,7 @@ def with_switches(function: Callable[..., None]) -> Callable[..., None]:
                 if debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
                     raise
                 remark(for_command_line(f"error: {error}"))
-                raise typer.Exit(1) from error
+                raise typer.Exit(trouble) from error
 
     own = inspect.signature(function, eval_str=True)
     added = [

@@ -162,7 +162,7 @@ class Transfer:
         self._begun: Counter[str] = Counter()
         # And how many are still to be done, where somebody wants to know. What was filled may be written to once more
         # by code of others.
-        self._filled = None if any(isinstance(step, CallStep) for step in steps) else filled
+        self._filled = None if filled is None or any(isinstance(step, CallStep) for step in steps) else filled
         self._left: Counter[str] = Counter()
         self._result = Transferred(how=how(self._options, habits))
         self.written: set[str] = set()

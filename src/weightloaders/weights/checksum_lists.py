@@ -78,6 +78,11 @@ class ChecksumList:
     def __len__(self) -> int:
         return len(self._digests)
 
+    @property
+    def paths(self) -> list[Path]:
+        """The files that it lists."""
+        return [self._root / name for name in self._digests]
+
     def of(self, path: str | Path) -> str | None:
         """The sha256 that it has for a file; None if it does not list it.
 

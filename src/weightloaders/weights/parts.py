@@ -118,6 +118,12 @@ def _in_order(selection: Selection, others: Sequence[str]) -> list[str]:
         )
     place = _place_of_number(files)
     if place is None:
+        if len(files) > 1:
+            raise AmbiguousSourceError(
+                f"nothing in the names of {_listed(files)} says in which order these parts go together",
+                file=selection.listing.where,
+                hint="name them by one number that tells them apart, e.g. rank0.pt, rank1.pt; or name one file alone",
+            )
         return files
     by_number: dict[int, str] = {}
     for file in files:
