@@ -458,7 +458,8 @@ def test_every_request_goes_to_the_mirror(hub: Hub, cache: Path, monkeypatch: py
     HuggingFaceLoader(cache_dir=cache).get_weights("org/name").close()
     host, port = hub.url.removeprefix("http://").split(":")
     assert reached <= {(host, int(port))}
-    assert len(hub.asked) == 1 + 2 * 3  # the listing; a HEAD and a GET for each of three files
+    # The listing; a HEAD and a GET for each of three files; and, before the index and the shards, whether they are served.
+    assert len(hub.asked) == 1 + 2 * 3 + 2
 
 
 def test_what_was_downloaded_loads_offline_afterwards(hub: Hub, cache: Path) -> None:
