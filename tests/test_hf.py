@@ -458,7 +458,7 @@ def test_every_request_goes_to_the_mirror(hub: Hub, cache: Path, monkeypatch: py
     HuggingFaceLoader(cache_dir=cache).get_weights("org/name").close()
     host, port = hub.url.removeprefix("http://").split(":")
     assert reached <= {(host, int(port))}
-    # The listing; a HEAD and a GET for each of three files; and, before the index and the shards, whether they are served.
+    # The listing; a HEAD and a GET for each of three files; and a HEAD before the index, and one before the shards.
     assert len(hub.asked) == 1 + 2 * 3 + 2
 
 
