@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from weightloaders.cli.common import Json, loader_options, say, say_json, say_table
-from weightloaders.weights.http import shown
+from weightloaders.weights.discretion import shown
 
 
 def compare_sources(

@@ -26,9 +26,9 @@ from weightloaders.cli.common import (
 from weightloaders.errors import SourceError, WeightLoadersError
 from weightloaders.weights.checksum_lists import list_about
 from weightloaders.weights.checksums import FileCheck
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import names_weights
 from weightloaders.weights.folder import FolderListing, kind_of, path_of
-from weightloaders.weights.http import shown
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.threads import in_turn
 
