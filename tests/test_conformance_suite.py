@@ -134,7 +134,7 @@ def hands_out_what_it_keeps():
         extent = info.extents[0]
         return kept.setdefault((extent.source.identity, info.name), weights[info.name])
 
-    return suite(with_read(read)), {WRITING: "was written with these values"}
+    return suite(with_read(read)), {WRITING: "is read otherwise than it was written"}
 
 
 def ties_what_is_equal():
@@ -198,7 +198,7 @@ def clears_its_memory_on_closing():
             infos = [wl.TensorInfo(i.name, i.dtype, i.shape, read=lambda i=i: read(i)) for i in weights.infos()]
             return wl.Weights.describe(infos, close=close)
 
-    return suite(Faulty), {OUTLIVE: "and read as"}
+    return suite(Faulty), {OUTLIVE: "is read otherwise than it was written"}
 
 
 def makes_tensors_where_torch_does_by_default():
@@ -299,7 +299,7 @@ def writes_memory_as_it_lies():
 
             return super().write_checkpoint(folder, {name: lying(tensor) for name, tensor in tensors.items()})
 
-    return Suite, {"test_strided_tensors_are_exact": "was written with these values"}
+    return Suite, {"test_strided_tensors_are_exact": "is read otherwise than it was written"}
 
 
 def fills_only_weights():
@@ -334,7 +334,7 @@ def keeps_what_it_read_of_a_path():
             kept[place] = weights[info.name]
         return kept[place].clone()
 
-    return suite(with_read(read)), {"test_a_replaced_checkpoint_is_read_anew": "was written with these values"}
+    return suite(with_read(read)), {"test_a_replaced_checkpoint_is_read_anew": "is read otherwise than it was written"}
 
 
 def reads_ascii_paths_alone():
@@ -661,7 +661,7 @@ def seeks_and_reads():
             infos = [read_from(source, info) for info in weights.infos()]
             return wl.Weights.describe(infos, close=source.file.close)
 
-    return suite(Faulty), {THREADS: "was written with these values", "test_a_model_is_filled": ""}
+    return suite(Faulty), {THREADS: "is read otherwise than it was written", "test_a_model_is_filled": ""}
 
 
 def closes_for_others():

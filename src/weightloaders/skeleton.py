@@ -27,8 +27,9 @@ from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CODE = "look at the code that lies with it, and pass trust_remote_code=True if it may run"
 _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
 _OF_META = "it is in Meta's layout: name the loader 'meta' (pip install weightloaders-meta), which makes a config of it"
 # Options of the hub, and of the web, that find a config as well as weights.
@@ -238,8 +240,9 @@ def _config(
                 folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
             )
         except (OSError, ValueError, KeyError) as error:
+            hint = _NO_CONFIG if trust or "trust_remote_code" not in str(error) else _CODE
             raise ModelError(
-                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=_NO_CONFIG
+                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=hint
             ) from error
         kwargs.pop("local_files_only", None)
     if attention is not None:

@@ -360,14 +360,20 @@ def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
 
 def _no_torch_file(source: ByteSource, head: bytes) -> CheckpointFormatError:
     content, hint = describe_content(source), None
-    if content is None and head[:1] == b"\x80":
+    if content is None and head[:1] != b"\x80":
+        content = "its first bytes are those of no known format"
+        hint = (
+            "files of all kinds are named so: if it is of a format of your own, name the loader that reads it, as "
+            "loader='name' or 'package.module:Class'; else fetch it again"
+        )
+    elif content is None:
         content = "a pickle, but none that torch.save wrote; it is not opened, because unpickling can run code"
     elif content == TAR:
         # What `torch.load` reads as its "legacy .tar format", and refuses weights-only, too.
         content += ", as the first releases of torch wrote; reading its pickles can run code"
         hint = "if you trust it: torch.save(torch.load(path, weights_only=False), new_path), and load that"
     return CheckpointFormatError(
-        f"{source.name} is no file of torch.save: {content or 'its first bytes are those of no known format'}",
+        f"{source.name} is no file of torch.save: {content}",
         file=source.name,
         hint=hint,
     )

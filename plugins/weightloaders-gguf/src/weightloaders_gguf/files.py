@@ -169,7 +169,9 @@ def _none_or_many(
         )
     shown = [f"{name} ({skipped[name]})" if name in skipped else name for name in names]
     there = f"; there is {_listed(shown)}" if shown else ""
-    return SourceNotFoundError(f"{listing.where} holds no model {what!r}{there}", file=listing.where)
+    return SourceNotFoundError(
+        f"{listing.where} holds no model {what!r}{there}", file=listing.where, hint="name the file, or another folder"
+    )
 
 
 def _listed(names: list[str]) -> str:

@@ -117,7 +117,7 @@ class Values(Author):
         with self.open(self.write_checkpoint(tmp_path, tensors)) as weights:
             expect_names(weights, tensors)
             for name, tensor in weights.items():
-                expect_same(name, tensor, tensors[name])
+                expect_same(name, tensor, tensors[name], tensors)
 
     def test_tied_tensors_have_both_names_and_memory_of_their_own(self, tmp_path: Path) -> None:
         """Two names for one tensor, and a view of a part of it: each is read, and none is another's memory."""
