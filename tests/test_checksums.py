@@ -133,8 +133,43 @@ def test_a_list_that_is_none_is_refused_by_name(tmp_path, name, text, message):
         ChecksumList(tmp_path / "nowhere")
 
 
-def test_what_is_no_entry_of_a_list_is_passed_over(tmp_path):
-    (tmp_path / "SHA256SUMS").write_text(f"# made by hand\n\n{'a' * 63}  short\n{'A' * 64}  x\r\nhello\n")
+def test_comments_and_entries_by_other_algorithms_are_passed_over(tmp_path):
+    others = f"{'b' * 40}  x\n{'c' * 128} *x\nSHA512 (x) = {'c' * 128}\nMD5 (x) = {'d' * 32}\n"
+    (tmp_path / "SHA256SUMS").write_text(f"# made by hand\n; or not\n\n{others}{'A' * 64}  x\r\n", newline="")
+    listed = ChecksumList(tmp_path / "SHA256SUMS")
+    assert (len(listed), listed.of(tmp_path / "x")) == (1, "a" * 64)
+
+
+@pytest.mark.parametrize("entry", [f"{'a' * 64}  model.safetensors", f"SHA256 (model.safetensors) = {'a' * 64}"])
+def test_a_list_that_was_cut_anywhere_within_a_line_never_passes_for_one_that_lists_less(tmp_path, entry):
+    whole = f"{'b' * 64}  other\n{entry}\n"
+    start = whole.index("\n") + 1
+    listed = tmp_path / "SHA256SUMS"
+    for end in range(start + 1, len(whole) - 1):
+        listed.write_text(whole[:end])
+        with pytest.raises(CheckpointFormatError, match=r"SUMS(: line 2 is no entry| ends in the middle)") as caught:
+            Checksum.known(tmp_path / "model.safetensors")
+        assert caught.value.file == str(listed)
+    for text in (whole, whole.rstrip("\n")):
+        listed.write_text(text)
+        assert Checksum.known(tmp_path / "model.safetensors").digest == "a" * 64
+    # One that ends between two lines is a list like another.
+    listed.write_text(whole[:start])
+    assert Checksum.known(tmp_path / "model.safetensors") is None
+
+
+def test_a_line_that_is_none_in_the_middle_of_a_list_is_named(tmp_path):
+    for odd in ("hello", f"{'a' * 63}  short", f"{'a' * 64}", "SHA256 (x) = abc"):
+        (tmp_path / "SHA256SUMS").write_text(f"{'b' * 64}  y\n{odd}\n{'c' * 64}  z\n")
+        with pytest.raises(CheckpointFormatError, match="line 2 is no entry"):
+            ChecksumList(tmp_path / "SHA256SUMS")
+
+
+def test_lists_signed_in_clear_text_are_understood(tmp_path):
+    (tmp_path / "SHA256SUMS").write_text(
+        f"-----BEGIN PGP SIGNED MESSAGE-----\nHash: SHA512\n\n{'a' * 64}  x\n"
+        "-----BEGIN PGP SIGNATURE-----\n\niQIzBAEBCgAdFiEE\n=abcd\n-----END PGP SIGNATURE-----\n"
+    )
     listed = ChecksumList(tmp_path / "SHA256SUMS")
     assert (len(listed), listed.of(tmp_path / "x")) == (1, "a" * 64)
 

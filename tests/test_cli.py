@@ -859,6 +859,23 @@ def test_compare_names_each_difference(tmp_path):
     table = run("compare", tmp_path / "a.safetensors", tmp_path / "b.safetensors", status=1).stdout
     for name in found:
         assert name in table
+    first, second, empty, *_ = table.splitlines()
+    assert first == "4 of 15 tensors have the same names, shapes, dtypes and values"
+    assert second == (
+        "1 differ in shape; 1 differ in dtype; 7 differ in values; 1 only in A; 1 only in B; "
+        "largest difference nan in one_nan"
+    )
+    assert empty == ""
+    sides = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert run("compare", *sides, "--summary", status=1).stdout.splitlines() == [first, second]
+
+
+def test_compare_ends_with_the_exit_status_of_diff(folder, tmp_path):
+    run("compare", folder, folder)
+    assert "nowhere" in run("compare", folder, tmp_path / "nowhere", status=2).stderr
+    (tmp_path / "broken.safetensors").write_bytes(b"x" * 20)
+    run("compare", tmp_path / "broken.safetensors", folder, status=2)
+    run("compare", folder, folder, "--loader-a", "nobody", status=2)
 
 
 def test_compare_allows_what_it_is_told_to(tensors, tmp_path):

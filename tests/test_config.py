@@ -93,7 +93,7 @@ def test_the_arguments_are_those_of_the_constructor(write):
         ("model: m\nmax_num_seqs: 0\n", ["max_num_seqs", "greater than or equal to 1"]),
         ("model: m\non_missing: eror\n", ["on_missing", "'error', 'warn' or 'ignore'", "eror"]),
         ("model: m\non_unexpected: {'a.*': nope}\n", ["on_unexpected.a.*", "'error', 'warn' or 'ignore'", "nope"]),
-        ("model: m\nverify: md5\n", ["verify", "'finite' or 'sha256'", "md5"]),
+        ("model: m\nverify: md5\n", ["verify", "'finite', 'sha256' or 'record'", "md5"]),
         ("model: m\nmodel: n\n", ["'model' occurs twice", "line 2"]),
         ("model: m\nweight_loader_kwargs: {a: 1, a: 2}\n", ["'a' occurs twice"]),
         ("model: [m\n", ["line"]),

@@ -89,8 +89,9 @@ def test_starting_imports_nothing_heavy(statement: str, third_parties: str) -> N
 
 def test_the_public_names_are_those_that_were_promised() -> None:
     promised = """
-        BaseWeightLoader ByteSource Checksum ChecksumList Convert Drop Extent FolderListing LLM Listing LoadPlan
-        LoadReport Probe Rename RequestOutput SamplingParams TensorInfo TransferOptions WeightLoaderRegistry Weights
+        BaseWeightLoader ByteSource Checksum ChecksumList Convert Drop Extent FileCheck FolderListing LLM Listing
+        LoadPlan LoadReport Probe Provenance Rename RequestOutput SamplingParams TensorInfo TransferOptions
+        WeightLoaderRegistry Weights compare
         default_weight_loader from_pretrained hookimpl load_into load_model load_status
         open_weights plan_load safetensors_weights_iterator save_weights
     """

@@ -421,6 +421,33 @@ BREAKAGES = {
 }
 
 
+REQUIRING = """
+from weightloaders import BaseWeightLoader
+class Loader(BaseWeightLoader):
+    requires = {requires}
+    def get_weights(self, model_name_or_path): return {{}}
+"""
+
+
+def test_a_loader_that_lacks_what_it_requires_is_listed_with_what_brings_it(registry, install):
+    requires = '{"json": "json", "absent_one": "some-plugin[one]", "absent_two.inner": "some-plugin[two]"}'
+    modules = {"its_module": REQUIRING.format(requires=requires)}
+    install("loaders-lacking", {"lacking": "its_module:Loader"}, modules=modules)
+    found = registry.describe("lacking")
+    assert found.status == "incomplete"
+    assert found.error == (
+        "not installed: absent_one, absent_two.inner; pip install 'some-plugin[one]' 'some-plugin[two]'"
+    )
+    # It may be of use without them, and knows best itself.
+    assert registry.create("lacking").get_weights("x") == {}
+
+
+@pytest.mark.parametrize("requires", ['{"json": "json"}', "3", "None", '["absent"]', "{}", '{"": ""}'])
+def test_what_a_loader_requires_never_makes_listing_fail(registry, install, requires):
+    install("loaders-x", {"x": "x_module:Loader"}, modules={"x_module": REQUIRING.format(requires=requires)})
+    assert registry.describe("x").status == ("incomplete" if requires == '{"": ""}' else "ok")
+
+
 @pytest.mark.parametrize("kind", BREAKAGES)
 def test_a_broken_plugin_is_listed_with_its_error_and_breaks_no_other(registry, install, kind):
     source, complaint = BREAKAGES[kind]

@@ -212,10 +212,9 @@ def experts(nbytes: int, dtype: torch.dtype) -> Layout:
     prefix = "model.layers.{l}.mlp.experts"
     one = prefix + ".{e}.%s_proj.weight"
     layout.rules = [
-        Convert([one % "gate", one % "up"], f"{prefix}.gate_up_proj",
-                lambda gates, ups: torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)),
+        Convert([one % "gate", one % "up"], f"{prefix}.gate_up_proj", "stack_experts"),
         Convert(one % "down", f"{prefix}.down_proj", "stack_experts"),
-    ]  # fmt: skip
+    ]
     layout.config = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": hidden,
         "intermediate_size": 2 * hidden, "moe_intermediate_size": inner, "num_hidden_layers": layers,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from weightloaders.api import (
         save_weights as save_weights,
     )
+    from weightloaders.comparing import compare as compare
     from weightloaders.hooks import hookimpl as hookimpl
     from weightloaders.llm.llm import LLM as LLM
     from weightloaders.llm.outputs import RequestOutput as RequestOutput
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
     from weightloaders.mapping.rules import Drop as Drop
     from weightloaders.mapping.rules import Rename as Rename
     from weightloaders.plan import LoadPlan as LoadPlan
+    from weightloaders.provenance import Provenance as Provenance
     from weightloaders.registry import WeightLoaderRegistry as WeightLoaderRegistry
     from weightloaders.report import LoadReport as LoadReport
     from weightloaders.transfer.options import TransferOptions as TransferOptions
     from weightloaders.weights.candidates import Listing as Listing
+    from weightloaders.weights.checksum_lists import ChecksumList as ChecksumList
     from weightloaders.weights.checksums import Checksum as Checksum
-    from weightloaders.weights.checksums import ChecksumList as ChecksumList
+    from weightloaders.weights.checksums import FileCheck as FileCheck
     from weightloaders.weights.folder import FolderListing as FolderListing
     from weightloaders.weights.info import Extent as Extent
     from weightloaders.weights.info import TensorInfo as TensorInfo
@@ -61,16 +64,18 @@ _HOMES = {
     "BaseWeightLoader": "weightloaders.loaders.base",
     "ByteSource": "weightloaders.weights.source",
     "Checksum": "weightloaders.weights.checksums",
-    "ChecksumList": "weightloaders.weights.checksums",
+    "ChecksumList": "weightloaders.weights.checksum_lists",
     "Convert": "weightloaders.mapping.rules",
     "Drop": "weightloaders.mapping.rules",
     "Extent": "weightloaders.weights.info",
+    "FileCheck": "weightloaders.weights.checksums",
     "FolderListing": "weightloaders.weights.folder",
     "LLM": "weightloaders.llm.llm",
     "Listing": "weightloaders.weights.candidates",
     "LoadPlan": "weightloaders.plan",
     "LoadReport": "weightloaders.report",
     "Probe": "weightloaders.loaders.base",
+    "Provenance": "weightloaders.provenance",
     "Rename": "weightloaders.mapping.rules",
     "RequestOutput": "weightloaders.llm.outputs",
     "SamplingParams": "weightloaders.llm.outputs",
@@ -78,6 +83,7 @@ _HOMES = {
     "TransferOptions": "weightloaders.transfer.options",
     "WeightLoaderRegistry": "weightloaders.registry",
     "Weights": "weightloaders.weights.weights",
+    "compare": "weightloaders.comparing",
     "default_weight_loader": "weightloaders.loading",
     "from_pretrained": "weightloaders.api",
     "hookimpl": "weightloaders.hooks",

@@ -15,6 +15,7 @@ from weightloaders.loading import (
     check_usable,
     get_weights,
     is_borrowed,
+    load_aside,
     load_origin,
     make_plan,
     origin_of,
@@ -37,12 +38,12 @@ if TYPE_CHECKING:
     import torch
 
     from weightloaders.loading import Origin
-    from weightloaders.loading.context import Verify
     from weightloaders.mapping.recipes import Trusted
     from weightloaders.plan import LoadPlan, PolicyOption
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
     from weightloaders.transfer.device_map import DeviceOption
+    from weightloaders.transfer.verify import VerifyOption
     from weightloaders.weights.safetensors import Described
 
 Layout = Literal["model", "checkpoint"]
@@ -97,6 +98,7 @@ def plan_load(
     trust: Sequence[Trusted] = (),
     transfer: TransferOption = "direct",
     device: DeviceOption = None,
+    verify: VerifyOption | None = None,
 ) -> LoadPlan:
     """Say what a load would do, from headers alone.
 
@@ -118,6 +120,7 @@ def plan_load(
             layouts and transformers' conversions need not be named.
         transfer: How bytes are moved when the plan is run; see `load_into`.
         device: Where what is on meta goes then, and what the forecast is for; see `load_into`.
+        verify: What is checked when the plan is run; see `load_into`.
 
     Returns:
         The plan; `LoadPlan.run` carries it out as long as the weights are open.
@@ -134,7 +137,7 @@ def plan_load(
             hint="leave out rules, policies and automatic; or leave out plan, and a new one is made by them",
         )
     context = load_context(
-        rules, on_missing, on_unexpected, on_mismatch, device, automatic=automatic, transfer=transfer
+        rules, on_missing, on_unexpected, on_mismatch, device, verify=verify, automatic=automatic, transfer=transfer
     )
     if isinstance(weights, str | Path):
         weights = open_weights(weights, loader, **(loader_kwargs or {}))
@@ -155,9 +158,10 @@ def load_into(
     on_unexpected: PolicyOption = "warn",
     on_mismatch: PolicyOption = "error",
     progress: ProgressOption = None,
-    verify: Verify | None = None,
+    verify: VerifyOption | None = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
+    atomic: bool = False,
 ) -> LoadReport:
     """Fill any module in place.
 
@@ -174,17 +178,31 @@ def load_into(
         on_unexpected: Likewise for tensors that the model doesn't want.
         on_mismatch: Likewise for tensors that don't fit.
         progress: None: a bar on a terminal, a few log lines elsewhere; False: nothing; or a function.
-        verify: ``"finite"``: no NaN and no infinity; ``"sha256"``: the files match their checksums.
+        verify: Additional checks, one or several: ``"sha256"``: before anything is touched, the files are held against
+            their checksums, ``{"sha256": path}`` or a `ChecksumList`: against those of that list alone;
+            ``"finite"``: no NaN and no infinity; ``"record"``: the report has each parameter's own checksum, and the
+            bytes that it came from (`LoadReport.provenance`).
         automatic: Whether names may be matched without being asked; see `plan_load`.
         transfer: How bytes are moved: ``"direct"``, ``"mmap"``, ``"o_direct"``, ``"stream"``, or `TransferOptions`.
+        atomic: Whether the model is to keep its old values until all the new ones are there: if the load fails,
+            it is as it was. That takes its memory once more, and it must have values already.
 
     Raises:
         ConfigError: If an argument is not allowed; nothing was opened.
+        ModelError: If the model is none; with ``atomic``, if it can't be copied, or is on meta.
         PlanError: If something is missing or does not fit; nothing was touched.
-        LoadError: If something failed on the way; the model is marked as half-loaded.
+        LoadError: If something failed on the way; the model is marked as half-loaded, or, with ``atomic``, untouched.
     """
     context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer)
-    return load_from(model, source, resolve_loader(source, loader, loader_kwargs or {}), context)
+    if atomic and context.transfer.mode == "mmap":
+        raise ConfigError(
+            "atomic=True copies the new values into the model, and transfer='mmap' is there to copy none",
+            hint="choose one of them",
+        )
+    found = resolve_loader(source, loader, loader_kwargs or {})
+    if atomic:
+        return load_aside(model, lambda copied: load_from(copied, source, found, context))
+    return load_from(model, source, found, context)
 
 
 def load_model(model: nn.Module, source: Any, **options: Any) -> nn.Module:
@@ -209,7 +227,7 @@ def from_pretrained(
     on_unexpected: PolicyOption = "warn",
     on_mismatch: PolicyOption = "error",
     progress: ProgressOption = None,
-    verify: Verify | None = None,
+    verify: VerifyOption | None = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
     trust_remote_code: bool = False,
@@ -396,10 +414,11 @@ def safetensors_weights_iterator(
         SourceNotFoundError: If there are none (it is also a FileNotFoundError).
     """
     weights = open_weights(folder, "local")
-    return _streamed(weights, progress)
+    return streamed(weights, progress)
 
 
-def _streamed(weights: Weights, progress: ProgressOption) -> Iterator[tuple[str, torch.Tensor]]:
+def streamed(weights: Weights, progress: ProgressOption) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of weights, the next ones read ahead, in the order of the files; then the weights are closed."""
     from weightloaders.progress import Progress
     from weightloaders.transfer.engine import ProgressEvent
     from weightloaders.transfer.read_ahead import ReadAhead

@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 
 from weightloaders.errors import ConfigError, SourceError
 from weightloaders.transfer.options import TransferOptions
+from weightloaders.transfer.verify import Check  # noqa: TC001 -- pydantic reads annotations at run time
 from weightloaders.validation import Checked
 from weightloaders.weights.texts import parse_yaml, read_text
 
@@ -36,12 +37,17 @@ _PATHS = ("model", "weights", "tokenizer")
 _MAX_BYTES = 1 << 20
 
 
+# A list of checksums, by its path.
+_ListOf = dict[Literal["sha256"], str]
+
+
 class LLMConfig(Checked):
     """The arguments of `LLM`, as a config file gives them.
 
-    A path in ``model``, ``weights``, ``tokenizer`` or ``rules`` is taken relative to the config file's folder if it
-    begins with ``./`` or ``../``, or if it exists there; otherwise it stays as it is (a hub id, or relative to the
-    working directory). Paths within ``weight_loader_kwargs`` are the loader's affair and stay as they are.
+    A path in ``model``, ``weights``, ``tokenizer``, ``rules`` or ``verify`` is taken relative to the config file's
+    folder if it begins with ``./`` or ``../``, or if it exists there; otherwise it stays as it is (a hub id, or
+    relative to the working directory). Paths within ``weight_loader_kwargs`` are the loader's affair and stay as they
+    are.
 
     Attributes:
         model: Folder or hub id with the model's config.
@@ -60,7 +66,8 @@ class LLMConfig(Checked):
         on_unexpected: What to do about tensors that the model has no place for.
         on_mismatch: What to do about tensors of another shape.
         progress: False for no progress output.
-        verify: Additional checks: ``finite`` or ``sha256``.
+        verify: Additional checks: ``sha256``, ``finite``, ``record``, ``{sha256: <a list of checksums>}``, or a list of
+            several of these.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
         transfer: How bytes are moved: the name of a mode, or fields of `TransferOptions`.
         max_num_seqs: How many sequences are generated at once.
@@ -85,7 +92,7 @@ class LLMConfig(Checked):
     on_unexpected: Policy = "warn"
     on_mismatch: Policy = "error"
     progress: bool | None = None
-    verify: Literal["finite", "sha256"] | None = None
+    verify: Check | list[Check | _ListOf] | _ListOf | None = None
     automatic: bool = True
     transfer: str | dict[str, Any] = "direct"
     max_num_seqs: Annotated[int, Field(ge=1)] = 32
@@ -121,6 +128,7 @@ class LLMConfig(Checked):
                 raise
             raise ConfigError(f"{path}: {error.message}", file=path) from None
         update: dict[str, Any] = {key: _resolved(getattr(config, key), path.parent) for key in _PATHS}
+        update["verify"] = _with_lists_resolved(config.verify, path.parent)
         if isinstance(config.rules, str):
             update["rules"] = _resolved(config.rules, path.parent)
         return config.model_copy(update=update)
@@ -191,6 +199,12 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     ".toml": _parse_toml,
     ".json": _parse_json,
 }
+
+
+def _with_lists_resolved(verify: Any, folder: Path) -> Any:
+    if isinstance(verify, dict):
+        return {check: _resolved(listed, folder) for check, listed in verify.items()}
+    return [_with_lists_resolved(one, folder) for one in verify] if isinstance(verify, list) else verify
 
 
 def _resolved(value: str | None, folder: Path) -> str | None:

@@ -299,7 +299,15 @@ class SaveError(WeightLoadersError, RuntimeError):
 
 
 class HalfLoadedModelError(WeightLoadersError, RuntimeError):
-    """The model was left half-loaded by an earlier failure, so it is not used or saved."""
+    """The model was left half-loaded by an earlier failure, so it is not used or saved.
+
+    Attributes:
+        written: Names of the parameters that the load had written, in whole or in part.
+    """
+
+    def __init__(self, message: str, *, written: tuple[str, ...] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.written = written
 
 
 class ModelError(WeightLoadersError, ValueError):

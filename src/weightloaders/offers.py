@@ -12,8 +12,11 @@ So nothing that is installed can shadow a built-in, and what a name means does n
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +34,7 @@ from weightloaders.errors import (
 from weightloaders.loaders.base import BaseWeightLoader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from weightloaders.loaders.options import LoaderFactory
 
@@ -155,6 +158,31 @@ def description_of(loader: LoaderFactory) -> str:
     """What a loader says of itself, for people; empty where it says nothing."""
     said = getattr(loader, "description", "")
     return said if isinstance(said, str) else ""
+
+
+def lacking(loader: LoaderFactory) -> str | None:
+    """Which of the modules that a loader requires are not installed, and what to do; None where nothing is lacking.
+
+    None of them is imported.
+    """
+    requires: object = None
+    with contextlib.suppress(Exception):  # whatever a class of somebody else's says when it is asked
+        requires = loader.requires  # type: ignore[attr-defined]
+    if not isinstance(requires, Mapping):
+        return None
+    absent = {str(module): str(package) for module, package in requires.items() if not _is_there(str(module))}
+    if not absent:
+        return None
+    packages = " ".join(f"'{package}'" for package in absent.values())
+    return f"not installed: {', '.join(absent)}; pip install {packages}"
+
+
+def _is_there(module: str) -> bool:
+    try:
+        # Of a sub-module only the package: looking for it would import that.
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except ValueError:  # it is no name, or was put there by hand
+        return False
 
 
 def target_of(loader: Any) -> str:

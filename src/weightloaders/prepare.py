@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +24,15 @@ from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.skeleton import HUB_OPTIONS, Skeleton, build_skeleton, stored_dtype_of
 from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.transfer.options import TransferOption, TransferOptions
+from weightloaders.transfer.verify import Verification
+from weightloaders.weights.folder import FolderListing, is_temporary, kind_of
 from weightloaders.weights.habits import asked_for
+from weightloaders.weights.source import FileSource
 from weightloaders.weights.texts import brief
 from weightloaders.weights.weights import Weights, as_catalogue, as_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import torch
     from torch import nn
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from weightloaders.progress import ProgressOption
     from weightloaders.report import LoadReport
     from weightloaders.transfer.device_map import DeviceOption
+    from weightloaders.transfer.verify import VerifyOption
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +53,7 @@ def load_context(
     on_mismatch: PolicyOption = "error",
     device: DeviceOption = None,
     progress: ProgressOption = None,
-    verify: Any = None,
+    verify: VerifyOption | None = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
     device_map: DeviceOption = None,
@@ -59,8 +65,6 @@ def load_context(
             ``automatic`` is neither True nor False, ``transfer`` is not allowed, or ``WEIGHTLOADERS_STORAGE`` is not.
         RuleError: If the rules or the policies can't be understood.
     """
-    if verify not in (None, "finite", "sha256"):
-        raise ConfigError(f"verify={verify!r}: None, 'finite' or 'sha256' is expected")
     if not isinstance(automatic, bool):
         raise ConfigError(f"automatic={automatic!r}: True or False is expected")
     # What the environment asks for is an option as well: it is refused before anything is touched.
@@ -70,7 +74,7 @@ def load_context(
         policies=Policies(on_missing, on_unexpected, on_mismatch),
         device=_devices(device, device_map),
         progress=progress,
-        verify=verify,
+        verify=Verification.of(verify),
         automatic=automatic,
         transfer=TransferOptions.of(transfer),
     )
@@ -83,6 +87,29 @@ def _devices(device: DeviceOption, device_map: DeviceOption) -> DeviceMap:
     if device is not None and str(device) != "cpu":
         raise ConfigError(f"device={brief(device)} and device_map={brief(device_map)} say the same thing twice")
     return DeviceMap.of(device_map)
+
+
+def check_companions(folder: Path, patterns: Sequence[str], context: LoadContext) -> None:
+    """Hold files beside the weights that are about to be used against their checksums, where that was asked for.
+
+    They count as files that the load reads, too, so that hooks are told of them.
+
+    Args:
+        folder: Where they lie.
+        patterns: Globs of their names.
+        context: What was asked for.
+
+    Raises:
+        SourceError: If one has another checksum, or what should list them is no such list.
+    """
+    # What was made of the weights' own files is as good as these.
+    if is_temporary(folder):
+        return
+    names = sorted(name for name in FolderListing(folder).names if any(fnmatchcase(name, p) for p in patterns))
+    # What is no file can't be used either.
+    files = [FileSource(folder / name) for name in names if kind_of(folder / name) is None]
+    context.verify.check_companions(files)
+    context.companions.extend(files)
 
 
 def resolve_loader(source: Any, loader: Any, options: Mapping[str, Any]) -> BaseWeightLoader | None:
@@ -188,6 +215,7 @@ def prepare(
         hub_options=hub_options,
         devices=devices,
         loader=resolved if weights is None else None,
+        admit=partial(check_companions, context=context),
         **model_kwargs,
     )
     if devices.strategy:

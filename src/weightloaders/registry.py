@@ -24,7 +24,7 @@ from weightloaders.offers import Offer, Origin
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-Status = Literal["ok", "broken", "conflict", "disabled"]
+Status = Literal["ok", "incomplete", "broken", "conflict", "disabled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class LoaderDescription:
         distribution: The installed distribution that offers it; None at run time.
         version: Its version.
         target: ``"package.module:Class"``.
-        status: ``"ok"``, ``"broken"``, ``"conflict"`` (the name means another loader, or none clearly) or
-            ``"disabled"``.
+        status: ``"ok"``, ``"incomplete"`` (what it requires is not installed), ``"broken"``, ``"conflict"`` (the name
+            means another loader, or none clearly) or ``"disabled"``.
         error: Why it is not ok.
         description: What it says of itself in one line.
     """
@@ -286,7 +286,8 @@ def _tried(offer: Offer) -> LoaderDescription:
         loader = offer.load()
     except RegistryError as error:
         return _description(offer, "broken", str(error))
-    return _description(offer, "ok", description=offers.description_of(loader))
+    lacks = offers.lacking(loader)
+    return _description(offer, "incomplete" if lacks else "ok", lacks, offers.description_of(loader))
 
 
 def _failed_hooks() -> list[LoaderDescription]:

@@ -7,6 +7,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from weightloaders.errors import ConfigError
+from weightloaders.provenance import Provenance, manifest
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
@@ -45,6 +48,9 @@ class LoadReport:
         decided_by: What decided about names and layouts.
         loader: Name of the loader, where there was one.
         sources: Parameter -> where its bytes came from and by which rules, as text.
+        files: File -> the checksum that it was held against, as ``"sha256:..."`` or ``"git:..."``, with
+            ``verify="sha256"``.
+        provenance: Parameter -> its own checksum and where its bytes came from, with ``verify="record"``.
         bytes_read: Bytes read from the source.
         bytes_by_path: The same by how they got where they belong: ``straight`` into the parameters' own memory,
             ``buffered`` (cast or scattered, through a small buffer), ``assembled`` (put together beside the parameter),
@@ -78,6 +84,8 @@ class LoadReport:
     decided_by: list[str] = field(default_factory=list)
     loader: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    provenance: dict[str, Provenance] = field(default_factory=dict)
     bytes_read: int = 0
     bytes_by_path: dict[str, int] = field(default_factory=dict)
     reads: int = 0
@@ -96,6 +104,16 @@ class LoadReport:
     def to_json(self) -> str:
         """All fields as a JSON document."""
         return json.dumps(asdict(self), indent=2)
+
+    def manifest(self) -> str:
+        """What was loaded, as a JSON document that is the same for each load of the same (see :doc:`manifest`).
+
+        Raises:
+            ConfigError: If the load was not asked to ``verify="record"``.
+        """
+        if not self.provenance:
+            raise ConfigError("this load has recorded nothing", hint="ask for it: load_into(..., verify='record')")
+        return manifest(self.provenance, self.tied, self.files)
 
     def __str__(self) -> str:
         # The speed of so few bytes is that of the work around them.
@@ -119,6 +137,8 @@ class LoadReport:
         ]  # fmt: skip
         rows.extend((label, _named(value)) for label, value in names if value)
         rows.extend(("cast", text) for text in _casts(self.cast))
+        if self.provenance:
+            rows.append(("recorded", f"{len(self.provenance):,} checksums of parameters"))
         if self.decided_by:
             rows.append(("decided by", ", ".join(self.decided_by)))
         rows.extend(("automatic", done) for done in self.automatic)

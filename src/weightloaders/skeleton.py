@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,11 +28,12 @@ from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import nn
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CODE = "look at the code that lies with it, and pass trust_remote_code=True if it may run"
 _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
 _OF_META = "it is in Meta's layout: name the loader 'meta' (pip install weightloaders-meta), which makes a config of it"
 # Options of the hub, and of the web, that find a config as well as weights.
@@ -52,6 +55,17 @@ ARGUMENTS = (
     "quantization_config", "rules", "sampling_params", "tokenizer", "transfer", "trust_remote_code", "verify",
     "weight_loader", "weight_loader_kwargs", "weights",
 )  # fmt: skip
+
+
+# Beside these, code of the model's own, where that is trusted.
+_BUILT_FROM = ("config.json", "generation_config.json")
+
+# Told of a folder, and of the patterns of the files in it that are about to be read, or run; may refuse.
+Admit = Callable[[Path, Sequence[str]], object]
+
+
+def _admit_all(folder: Path, patterns: Sequence[str]) -> None:
+    pass
 
 
 @dataclass(slots=True)
@@ -139,6 +153,7 @@ def build_skeleton(
     quantization_config: Any = None,
     devices: DeviceMap = CPU,
     loader: BaseWeightLoader | None = None,
+    admit: Admit = _admit_all,
     **model_kwargs: Any,
 ) -> Skeleton:
     """Build a transformers model from its config, without weights.
@@ -155,6 +170,7 @@ def build_skeleton(
         quantization_config: What is to differ from the config's own; see `quantisation_for`.
         devices: Where the model is to be; transformers' quantizers ask for that.
         loader: Who reads the weights that lie with the config, if they do.
+        admit: Told of a folder, and of the patterns of the files in it that are about to be read, or run; may refuse.
         **model_kwargs: For the config, and for the model's constructor.
 
     Raises:
@@ -166,7 +182,7 @@ def build_skeleton(
     auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
     folder = None if source is None or config is not None else _files_or_explain(source, hub_options, loader)
-    config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs)
+    config, model_kwargs = _config(folder, config, hub_options, trust_remote_code, model_kwargs, admit)
     model_class = _model_class(config, auto_class, folder, trust_remote_code)
     config = copy.deepcopy(config)
     quantisation = quantisation_for(config, quantization_config, devices, source or "the model")
@@ -204,7 +220,12 @@ def _files_or_explain(
 
 
 def _config(
-    folder: Path | None, config: Any, hub_options: Mapping[str, Any] | None, trust: bool, kwargs: dict[str, Any]
+    folder: Path | None,
+    config: Any,
+    hub_options: Mapping[str, Any] | None,
+    trust: bool,
+    kwargs: dict[str, Any],
+    admit: Admit,
 ) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoConfig, PreTrainedConfig
 
@@ -215,13 +236,15 @@ def _config(
             folder = _files_or_explain(str(config), hub_options)
         if folder is None:
             raise ModelError("neither a source nor a config was given", hint=_NO_CONFIG)
+        admit(folder, (*_BUILT_FROM, "*.py") if trust else _BUILT_FROM)
         try:
             config, kwargs = AutoConfig.from_pretrained(
                 folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
             )
         except (OSError, ValueError, KeyError) as error:
+            hint = _NO_CONFIG if trust or "trust_remote_code" not in str(error) else _CODE
             raise ModelError(
-                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=_NO_CONFIG
+                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=hint
             ) from error
         kwargs.pop("local_files_only", None)
     if attention is not None:

@@ -139,6 +139,10 @@ def test_a_package_that_is_not_installed_is_named_with_the_extra_that_brings_it(
     with pytest.raises(MissingDependencyError, match=module) as caught:
         load(source, engine)
     assert caught.value.hint == f"pip install 'weightloaders-engines[{engine}]'"
+    assert WeightLoaderRegistry.describe(engine).status == "incomplete"
+    assert WeightLoaderRegistry.describe(engine).error == f"not installed: {module}; {caught.value.hint}"
+    monkeypatch.undo()
+    assert WeightLoaderRegistry.describe(engine).status == "ok"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

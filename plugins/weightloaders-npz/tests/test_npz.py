@@ -309,3 +309,17 @@ def test_importing_the_plugin_imports_neither_torch_nor_numpy():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
     assert done.stdout.strip() == "light"
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_objects_are_refused_by_name_and_what_they_pickle_never_runs(tmp_path, save):
+    marker = tmp_path / "marker"
+
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(marker),))
+
+    save(tmp_path / "a.npz", w=np.ones(2), x=np.array([Evil()], dtype=object))
+    with pytest.raises(WeightLoadersError, match="x"), NpzLoader().get_weights(str(tmp_path / "a.npz")) as weights:
+        dict(weights)
+    assert not marker.exists()

@@ -63,6 +63,14 @@ Transfer = Annotated[
         show_default=False,
     ),
 ]
+Verify = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="CHECK",
+        help="Additional checks: sha256 (or sha256=FILE, a list of checksums), finite, record. May be repeated.",
+        show_default=False,
+    ),
+]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Let code that lies with the model run. Only for models you trust.")
 ]
@@ -88,8 +96,13 @@ class Settings:
 settings = Settings()
 
 
-def with_switches(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the switches that every command has, and turn errors into messages and an exit status of 1."""
+def with_switches(function: Callable[..., None], trouble: int = 1) -> Callable[..., None]:
+    """Add the switches that every command has, and turn errors into messages and an exit status.
+
+    Args:
+        function: The command.
+        trouble: The exit status after an error.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, quiet: bool, no_progress: bool, debug: bool, **kwargs: Any) -> None:
@@ -104,7 +117,7 @@ def with_switches(function: Callable[..., None]) -> Callable[..., None]:
                 if debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
                     raise
                 remark(for_command_line(f"error: {error}"))
-                raise typer.Exit(1) from error
+                raise typer.Exit(trouble) from error
 
     own = inspect.signature(function, eval_str=True)
     added = [
@@ -206,6 +219,12 @@ def transfer_option(text: str | None) -> Any:
         return None if text is None else parse_yaml(text)
     except ValueError as error:
         raise OptionsError(f"the value of --transfer is no valid YAML: {error}") from error
+
+
+def checks(given: Sequence[str] | None) -> list[Any] | None:
+    """Additional checks, as `load_into` and the like take them."""
+    split = [(item.partition("="), item) for item in given or ()]
+    return [{name: file} if file else item for (name, _, file), item in split] or None
 
 
 def names_a_file(source: str) -> bool:

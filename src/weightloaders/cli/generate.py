@@ -16,6 +16,8 @@ from weightloaders.cli.common import (
     Option,
     Rules,
     Transfer,
+    Verify,
+    checks,
     loader_options,
     policies,
     remark,
@@ -53,6 +55,7 @@ def generate_text(
     on_mismatch: OnMismatch = None,
     no_automatic: NoAutomatic = False,
     transfer: Transfer = None,
+    verify: Verify = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="'auto' (the config's, the default) or a dtype.")
     ] = None,
@@ -79,6 +82,7 @@ def generate_text(
         **policies(on_missing=on_missing, on_unexpected=on_unexpected, on_mismatch=on_mismatch),
         "automatic": False if no_automatic else None,
         "transfer": transfer_option(transfer),
+        "verify": checks(verify),
         "dtype": dtype,
         "device": device,
         "trust_remote_code": trust_remote_code,

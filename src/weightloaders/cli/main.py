@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightloaders import __version__
-from weightloaders.cli import compare, convert, doctor, generate, inspect, list, new_plugin, plan  # noqa: A004 -- named as the commands
+from weightloaders.cli import compare, convert, doctor, generate, inspect, list, new_plugin, plan, verify  # noqa: A004 -- named as the commands
 from weightloaders.cli.common import with_switches
 from weightloaders.cli.parsing import Command, Group
 
@@ -27,6 +27,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Where 1 says that something differs, as diff does, an error is 2.
+_LIKE_DIFF = ("compare", "verify")
 for name, function in (
     ("list", list.list_loaders),
     ("inspect", inspect.inspect_source),
@@ -34,10 +36,11 @@ for name, function in (
     ("generate", generate.generate_text),
     ("convert", convert.convert_source),
     ("compare", compare.compare_sources),
+    ("verify", verify.verify_source),
     ("doctor", doctor.examine),
     ("new-plugin", new_plugin.new_plugin),
 ):
-    app.command(name, cls=Command)(with_switches(function))
+    app.command(name, cls=Command)(with_switches(function, trouble=2 if name in _LIKE_DIFF else 1))
 
 
 def _show_version(wanted: bool) -> None:
@@ -56,7 +59,10 @@ def _root(
 
 
 def main() -> None:
-    """Run the program. Exit status: 0 done, 1 an error or a difference, 2 a mistake in the command line."""
+    """Run the program. Exit status: 0 done, 1 an error or a difference, 2 a mistake in the command line.
+
+    Of what compares, as diff: 1 a difference, 2 an error.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A name that the terminal's encoding lacks shall not end the program.
         if isinstance(stream, TextIOWrapper):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from weightloaders.report import LoadReport
     from weightloaders.transfer.device_map import DeviceOption
     from weightloaders.transfer.options import TransferOption
+    from weightloaders.transfer.verify import VerifyOption
 
 # Near enough to one of our own parameters to be a slip rather than an argument for the model.
 _SLIP = 0.8
@@ -59,7 +60,8 @@ class LLM:
         on_mismatch: The same for tensors of another shape.
         progress: None for a bar on a terminal and a few log lines elsewhere, False for silence, or a function that is
             called with each `ProgressEvent`.
-        verify: Additional checks: ``"finite"`` or ``"sha256"``.
+        verify: Additional checks, one or several: ``"sha256"``, ``"finite"``, ``"record"``; see `load_into`. The config
+            and the tokenizer are held against their checksums, too, before they are used.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
         transfer: How bytes are moved: the name of a mode, or `TransferOptions`; see `load_into`.
         max_num_seqs: How many sequences are written at once.
@@ -91,7 +93,7 @@ class LLM:
         on_unexpected: str | Mapping[str, str] = "warn",
         on_mismatch: str | Mapping[str, str] = "error",
         progress: bool | Callable[[Any], object] | None = None,
-        verify: str | None = None,
+        verify: VerifyOption | None = None,
         automatic: bool = True,
         transfer: TransferOption = "direct",
         max_num_seqs: int = 32,
@@ -260,18 +262,22 @@ class LLM:
         *,
         weight_loader: str | type[BaseWeightLoader] | BaseWeightLoader | None = None,
         weight_loader_kwargs: Mapping[str, Any] | None = None,
+        atomic: bool = False,
         **load_options: Any,
     ) -> LoadReport:
         """Fill the same model again, in place: whoever holds the model or a parameter sees the new values.
 
-        If that fails before anything was written, the model is as it was. If it fails on the way, the model is marked,
-        and `generate` refuses it until a reload succeeds.
+        That all fits, and that the files are those that were looked at, is known before anything is written; if
+        something is wrong there, the model is as it was. If it fails on the way, the model is marked, and `generate`
+        refuses it until a reload succeeds.
 
         Args:
             source: Where the new weights lie; or weights themselves, as `load_into` takes them. Default: where the last
                 ones came from.
             weight_loader: The loader. Default: the last one, with its options.
             weight_loader_kwargs: The loader's options.
+            atomic: Whether the model is to keep its old weights until all the new ones are there, also if it fails on
+                the way. That takes the weights' memory once more.
             load_options: Those of ``rules``, ``on_missing``, ``on_unexpected``, ``on_mismatch``, ``progress``,
                 ``verify``, ``automatic`` and ``transfer`` that shall differ from what this LLM was made with.
 
@@ -285,7 +291,7 @@ class LLM:
         odd = sorted(load_options.keys() - self._load_options.keys())
         if odd:
             raise ConfigError(f"reload_weights: {unknown(odd[0], self._load_options)}")
-        options = {**self._load_options, **load_options}
+        options = {**self._load_options, **load_options, **({"atomic": True} if atomic else {})}
         if source is not None and not isinstance(source, str | Path):
             return self._engine.reload_weights(source, **options)
         if source is None:

@@ -55,11 +55,14 @@ class BaseWeightLoader(ABC):
     Attributes:
         description: One line for ``weightloaders list``.
         Options: A pydantic model of the constructor's keyword arguments, for what a signature can't say.
+        requires: Modules that it works without only in part, or not at all, each with what pip installs for it, e.g.
+            ``{"tensorizer": "weightloaders-engines[tensorizer]"}``: so that ``weightloaders list`` can tell.
         borrowed: The tensors from `get_weights` are views of a buffer that is reused; the core copies what it holds.
     """
 
     description: ClassVar[str] = ""
     Options: ClassVar[type[BaseModel] | None] = None
+    requires: ClassVar[Mapping[str, str]] = {}
     borrowed: ClassVar[bool] = False
 
     # The name that it was asked for by and the plugin that offers it, for reports and errors; None for an instance that

@@ -22,12 +22,14 @@ from weightloaders.errors import (
     SourceNotFoundError,
 )
 from weightloaders.loaders.headers_only import asked_once, only_headers_are_wanted
-from weightloaders.loaders.hub_files import HubFiles, explained
+from weightloaders.loaders.hub_files import HubFiles
+from weightloaders.loaders.hub_trouble import explained, patiently
+from weightloaders.weights.discretion import keep_secrets_out_of_logs, shown, tells_secrets
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 from weightloaders.weights.http import HttpSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from weightloaders.loaders.place import Place
     from weightloaders.weights.source import ByteSource
@@ -135,6 +137,7 @@ class Repository:
         self._passed_over = passed_over
         self.revision = access.revision or "main"
         self._folder = access.cache / f"models--{name.replace('/', '--')}"
+        keep_secrets_out_of_logs()
 
     def obtain(
         self,
@@ -204,7 +207,7 @@ class Repository:
             # What is only looked at is not in the cache, so the cache can't stand for it later.
             if not only_headers_are_wanted():
                 self._remember(files.commit)
-            return result, f"{self.name} at {files.commit} from {self.access.endpoint}"
+            return result, f"{self.name} at {files.commit} from {shown(self.access.endpoint)}"
         except RemoteReadError as error:
             return self._stand_in(from_cache, error)
         except SourceError:
@@ -216,8 +219,7 @@ class Repository:
         """What the cache has instead, after the hub failed."""
         from huggingface_hub import errors
 
-        failure = explained(error, self)
-        message = failure.message
+        message, beside = explained(error, self).message, ""
         # Somebody who asks for a revision that does not exist is not served an older one.
         if not isinstance(error, errors.RevisionNotFoundError):
             try:
@@ -225,8 +227,8 @@ class Repository:
                 logger.warning("%s; used instead, and maybe out of date: %s", message, note)
                 return result, f"{note}, maybe out of date, because {message}"
             except SourceError as lack:
-                message += f"; nor can the cache stand in: {lack.message}"
-        raise type(failure)(message, file=failure.file, hint=failure.hint) from error
+                beside = f"; nor can the cache stand in: {lack.message}"
+        raise explained(error, self, beside) from (None if tells_secrets(error) else error)
 
     # -- the cache
 
@@ -290,7 +292,9 @@ class Repository:
 
         api = HfApi(endpoint=self.access.endpoint, token=self.access.token)
         # One request, and its reply holds no links to further pages, which could lead around a mirror.
-        info = api.model_info(self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info = patiently(
+            lambda: api.model_info(self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        )
         if not info.sha or info.siblings is None:
             raise ValueError("the reply names no commit or no files")
         return info.sha, frozenset(sibling.rfilename for sibling in info.siblings)
@@ -310,6 +314,19 @@ class Repository:
             return snapshot.open(file)
         url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
         return HttpSource(url, build_hf_headers(token=self.access.token))
+
+    def check_served(self, files: Sequence[str], commit: str) -> None:
+        """Ask about the first file that is not in the cache yet.
+
+        Where the hub fails, huggingface_hub's own attempts go on for half a minute, or as long as it asks to wait.
+        """
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+        snapshot = self._folder / "snapshots" / commit
+        file = next((file for file in files if not (snapshot / file).exists()), None)
+        if file is not None:
+            url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
+            patiently(lambda: get_hf_file_metadata(url, token=self.access.token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
 
     def download(self, file: str, commit: str) -> Path:
         """The path of a file in the cache, to which it is downloaded if it is not there."""

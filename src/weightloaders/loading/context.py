@@ -10,13 +10,14 @@ import contextlib
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.plan import Policies
 from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.transfer.options import TransferOptions
+from weightloaders.transfer.verify import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 
     from weightloaders.mapping.rules import Rule
     from weightloaders.progress import ProgressOption
-
-Verify = Literal["finite", "sha256"]
+    from weightloaders.weights.source import ByteSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LoadContext:
         policies: What is done about what doesn't fit.
         device: Where meta parameters are materialised.
         progress: See `Progress`.
-        verify: ``"finite"`` or ``"sha256"``.
+        verify: What is checked beside what is checked anyway.
         dtypes: The dtype of meta parameters where it is to differ from what the model says.
         loader: The loader's name, for the report.
         automatic: Whether names may be matched without being asked (see `mappers_for`).
@@ -47,19 +47,23 @@ class LoadContext:
             meta now.
         transfer: How bytes are moved.
         phases: What the load's time went into so far, in seconds; see `LoadReport.phases`.
+        compared: Files that were held against their checksums so far, with these; see `LoadReport.files`.
+        companions: Files beside the weights that the model was made of: its config, its tokenizer.
     """
 
     rules: tuple[Rule, ...] = ()
     policies: Policies = field(default_factory=Policies)
     device: DeviceMap = CPU
     progress: ProgressOption = None
-    verify: Verify | None = None
+    verify: Verification = field(default_factory=Verification)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     loader: str | None = None
     automatic: bool = True
     ties: Mapping[str, str] | None = None
     transfer: TransferOptions = field(default_factory=TransferOptions)
     phases: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, str] = field(default_factory=dict)
+    companions: list[ByteSource] = field(default_factory=list)
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:

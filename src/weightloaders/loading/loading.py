@@ -16,6 +16,7 @@ from weightloaders.errors import (
     PlanError,
     SourceError,
     SourceNotFoundError,
+    SourceReadError,
     WeightLoadersError,
     summary,
 )
@@ -33,6 +34,7 @@ from weightloaders.proving import proved
 from weightloaders.targets import check_is_module
 from weightloaders.transfer.forecast import forecast
 from weightloaders.weights.collector import collector_paused
+from weightloaders.weights.system_errors import advice
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def load(model: nn.Module, loader: Any, source: str, context: LoadContext) -> Lo
     """
     check_is_module(model)
     with alone(model):
-        context = context.changed(phases={})
+        context = context.changed(phases={}, compared={})
         with context.timed("open"):
             weights = get_weights(loader, source)
         is_default = True
@@ -94,7 +96,7 @@ def load_given(model: nn.Module, weights: Any, context: LoadContext) -> LoadRepo
     """
     check_is_module(model)
     with alone(model):
-        context = context.changed(ties=hf.pending_ties(model), phases={})
+        context = context.changed(ties=hf.pending_ties(model), phases={}, compared={})
         with within(context, model):
             report = load_planned(model, weights)
         make_ties(model, context, report.loaded)
@@ -132,9 +134,13 @@ def _naming(loader: Any, what: str, source: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceError
         name = type(loader).__name__
-        raise kind(f"{name}.{what} failed: {summary(error)}", file=source, plugin=_plugin_of(loader) or name) from error
+        where: dict[str, Any] = {"file": source, "plugin": _plugin_of(loader) or name}
+        kind: type[SourceError] = SourceError
+        if isinstance(error, OSError):
+            kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceReadError
+            where["hint"] = advice(error)
+        raise kind(f"{name}.{what} failed: {summary(error)}", **where) from error
 
 
 def _plugin_of(loader: Any) -> str | None:
@@ -223,7 +229,7 @@ def _runnable(plan: LoadPlan, weights: Weights, targets: Targets, context: LoadC
         check_is_module(model)
         with alone(model):
             weights.check_open()
-            report = run(plan, model, targets, context.changed(phases={}), weights)
+            report = run(plan, model, targets, context.changed(phases={}, compared={}), weights)
             make_ties(model, context, report.loaded)
             return report
 

@@ -73,7 +73,7 @@ class Recorder:
         shapes, ways = self._shapes, self._ways
         for step in steps:
             for target in step_targets(step):
-                shapes[target.name] = target.shape
+                shapes[target.name] = target.tensor.shape
             if isinstance(step, CopyStep):
                 name, sources = step.target.name, step.sources
                 for placed in step.placements:

@@ -156,7 +156,9 @@ def sources_of(plan: LoadPlan) -> dict[str, str]:
     sources: dict[str, str] = {}
     for step in plan.steps:
         infos = step_infos(step)
-        described = "; ".join([describe_source(info) for info in infos[:_SHOWN]])
+        described = describe_source(infos[0]) if infos else ""
+        if len(infos) > 1:
+            described = "; ".join([describe_source(info) for info in infos[:_SHOWN]])
         if len(infos) > _SHOWN:
             described += f"; and {len(infos) - _SHOWN} more"
         if step.rules:
@@ -198,6 +200,7 @@ def report_of(
         decided_by=list(plan.decided_by),
         loader=context.loader,
         sources=sources_of(plan),
+        files=dict(context.compared),
         bytes_read=moved.bytes_read,
         bytes_by_path=dict(sorted(moved.bytes_by_path.items())),
         reads=moved.reads,

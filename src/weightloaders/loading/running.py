@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import LoadError, PlanError
+from weightloaders.errors import LoadError, PlanError, SourceReadError
+from weightloaders.loading.checking import check_files, inspection_for, parts_of, recorded
 from weightloaders.loading.nesting import active_watches, is_nested, watching
 from weightloaders.loading.origin import origin_of
 from weightloaders.loading.preparing import groundwork, report_of, show_progress, targets_of, warn_of
@@ -22,8 +24,8 @@ from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.mapped import Mapped, mapped
 from weightloaders.transfer.memory import first_unwritable, is_plain
+from weightloaders.transfer.sources import check_unchanged, sources_of
 from weightloaders.transfer.streamed import StreamedTransfer
-from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.collector import collector_paused, collector_resumed
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.source import close_files
@@ -34,9 +36,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weightloaders.loading.context import LoadContext
+    from weightloaders.loading.status import Mark
     from weightloaders.report import LoadReport
     from weightloaders.targets import Target, Targets
     from weightloaders.transfer.engine import ProgressEvent
+    from weightloaders.transfer.inspecting import Inspection
     from weightloaders.weights.weights import Weights
 
 # Moving more than this takes longer than looking through a plan, however many tensors it is of.
@@ -77,13 +81,13 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
         now = targets if targets.hold_in(model) else targets_of(model, context, targets)
         _check_same_model(plan, targets, now)
         _check_writable(plan)
-    plan.described_by = weights.described_by
+    plan.described_by = (*weights.described_by, *context.companions)
     hooks.before_load(plan)
     warn_of(plan)
-    if context.verify == "sha256":
-        with context.timed("verify"):
-            check_sha256(plan.tensors_read, plan.described_by)
+    check_files(plan, context)
+    _check_unchanged(plan)
     work = groundwork(model, now, context, plan.unfilled, plan.tied)
+    inspection = inspection_for(context)
     with show_progress(context) as progress, marking(model) as mark:
         with context.timed("prepare"):
             maps = context.transfer.mode == "mmap" and weights.stream is None
@@ -95,25 +99,30 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
             views.put_in()
         try:
             with context.timed("transfer"):
-                moved = _transfer(_without_aliases(_besides(views, plan.steps)), model, context, progress, weights)
+                steps = _without_aliases(_besides(views, plan.steps))
+                moved = _transfer(steps, model, context, progress, weights, inspection, mark)
+            views.check_unchanged()
         except BaseException as error:
             # Ctrl-C does not say what was written.
             mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
+            mark.written = {*mark.written, *views.names}
             if isinstance(error, LoadError):
                 error.written = tuple(sorted({*error.written, *views.names}))
+            views.let_go()
             raise
         mark.touched = True
-        views.check_unchanged()
+        mark.written = {target.name for target in _filled_by(plan)}
         _tell(views, moved)
         for watch in active_watches():
             for target in _filled_by(plan):
                 watch.filled_by_us(target.tensor)
-        if context.verify == "finite":
-            with context.timed("verify"):
-                check_finite(_filled_by(plan))
+        with context.timed("verify") if inspection.is_wanted else contextlib.nullcontext():
+            inspection.look_at_rest(_filled_by(plan))
+        inspection.raise_if_not_finite()
         mark.origin = origin_of(plan, weights.infos(), now)
     before = context.phases.get("open", 0.0) + context.phases.get("plan", 0.0)
     report = report_of(plan, moved, context, prepared, before + time.perf_counter() - start)
+    report.provenance = recorded(inspection, parts_of(plan), _filled_by(plan)) if context.verify.record else {}
     if not is_nested(model):
         hooks.after_load(report)
     return report
@@ -141,20 +150,31 @@ def _transfer(
     context: LoadContext,
     progress: Callable[[ProgressEvent], object],
     weights: Weights,
+    inspection: Inspection,
+    mark: Mark,
 ) -> Transferred:
     kind: Callable[..., Transfer | StreamedTransfer] = Transfer
+    if inspection.is_wanted:
+        kind = partial(Transfer, filled=inspection.look)
     if weights.stream is not None:
         kind = partial(StreamedTransfer, stream=weights.stream, borrowed=weights.borrowed)
     elif context.transfer.mode == "stream":
         kind = StreamedTransfer
     called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
     if not called:
-        return kind(steps, options=context.transfer, progress=progress).run()
+        return _moved(kind(steps, options=context.transfer, progress=progress), mark)
     watch = Coverage(called)
     with watching(model, watch):
-        moved = kind(steps, options=context.transfer, progress=progress, handed=watch.hand_out).run()
+        moved = _moved(kind(steps, options=context.transfer, progress=progress, handed=watch.hand_out), mark)
     settle(watch, model, context, "the parameters' own weight_loader", moved)
     return moved
+
+
+def _moved(transfer: Transfer | StreamedTransfer, mark: Mark) -> Transferred:
+    try:
+        return transfer.run()
+    finally:
+        mark.written = transfer.written
 
 
 def _filled_by(plan: LoadPlan) -> Iterator[Target]:
@@ -174,6 +194,14 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
             f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",
             plan=plan, tensor=changed, hint="make the plan again",
         )  # fmt: skip
+
+
+def _check_unchanged(plan: LoadPlan) -> None:
+    """A file that was exchanged or cut since it was catalogued is found before the others are written."""
+    try:
+        check_unchanged(sources_of(plan.steps))
+    except SourceReadError as error:
+        raise LoadError.of(error, ()) from error
 
 
 def _check_writable(plan: LoadPlan) -> None:

@@ -23,6 +23,7 @@ from weightloaders.errors import (
     WeightLoadersError,
     summary,
 )
+from weightloaders.loading.checking import inspection_for, parts_of, recorded
 from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.origin import Recorder
 from weightloaders.loading.preparing import (
@@ -43,7 +44,6 @@ from weightloaders.placing import GroupState, Placing
 from weightloaders.plan import Finding, LoadPlan, listed
 from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import ProgressEvent, Transfer, Transferred, tell
-from weightloaders.transfer.verify import check_finite
 from weightloaders.weights.info import TensorInfo
 from weightloaders.weights.reading import memory_of
 
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from weightloaders.loading.context import LoadContext
     from weightloaders.loading.origin import Origin
     from weightloaders.mapping.names import Claim
+    from weightloaders.provenance import Provenance
     from weightloaders.report import LoadReport
     from weightloaders.targets import Targets
     from weightloaders.weights.weights import Stream
@@ -70,7 +71,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
         CoverageError: If parameters are missing at the end.
     """
     start = time.perf_counter()
-    if context.verify == "sha256":
+    if context.verify.sha256:
         raise ConfigError("verify='sha256': a stream of tensors does not say which files they come from")
     shown = LoadPlan(decided_by=["a stream of tensors, placed as they come"])
     hooks.before_load(shown)
@@ -95,8 +96,10 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
         loading.finish(work.raw)
         if loading.with_own_loader:
             settle(watch, model, context, "the parameters' own weight_loader", loading.moved)
-        if context.verify == "finite":
-            check_finite(loading.placing.targets.by_name[name] for name in loading.moved.written)
+        inspection = inspection_for(context)
+        filled = [loading.placing.targets.by_name[name] for name in sorted(loading.moved.written)]
+        inspection.look_at_rest(filled)
+        inspection.raise_if_not_finite()
         mark.origin = loading.origin()
     plan = loading.placing.plan
     plan.findings.extend(shown.findings)
@@ -104,6 +107,7 @@ def load_stream(model: nn.Module, stream: Stream, context: LoadContext) -> LoadR
     report = report_of(plan, loading.moved, context, prepared, time.perf_counter() - start)
     report.loaded = sorted(loading.moved.written)
     report.sources = loading.sources
+    report.provenance = recorded(inspection, loading.parts, filled) if context.verify.record else {}
     report.initialised = [name for name in prepared.initialised if name in plan.missing]
     if not is_nested(model):
         hooks.after_load(report)
@@ -134,7 +138,10 @@ class _Loading:
             name: tensor for name, tensor in targets.tensors.items() if callable(getattr(tensor, "weight_loader", None))
         }
         self.moved = Transferred()
+        mark.written = self.moved.written
         self.sources: dict[str, str] = {}
+        self.parts: dict[str, Provenance] = {}
+        self._is_recorded = context.verify.record
         self._mappers, self._borrowed, self._mark, self._progress = mappers, stream.borrowed, mark, progress
         self._options, self._recorder = context.transfer, Recorder()
         self._groups: dict[Any, GroupState] = {}
@@ -251,15 +258,19 @@ class _Loading:
         if not plan.steps:
             return
         self._mark.touched = True
+        transfer = Transfer(plan.steps, options=self._options, handed=self._handed)
         try:
-            moved = Transfer(plan.steps, options=self._options, handed=self._handed).run()
+            moved = transfer.run()
         except LoadError as error:
             error.written = tuple(sorted({*self.moved.written, *error.written}))
             raise
+        finally:
+            self.moved.written |= transfer.written
         self.sources.update(sources_of(plan))
+        if self._is_recorded:
+            self.parts.update(parts_of(plan))
         self._recorder.add(plan.steps)
         plan.steps.clear()
-        self.moved.written |= moved.written
         self.moved.infinities.extend(moved.infinities)
 
     def origin(self) -> Origin:

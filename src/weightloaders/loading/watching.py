@@ -16,6 +16,7 @@ import torch
 
 from weightloaders import hooks
 from weightloaders.errors import CoverageError, LoadError, SourceError, WeightLoadersError, summary
+from weightloaders.loading.checking import check_files, inspection_for, recorded
 from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
 from weightloaders.loading.status import load_origin, marking
@@ -25,7 +26,6 @@ from weightloaders.report import LoadReport
 from weightloaders.transfer.coverage import Coverage, Covered
 from weightloaders.transfer.engine import ProgressEvent, Transferred, tell
 from weightloaders.transfer.handing import HandedTensors
-from weightloaders.transfer.verify import check_finite, check_sha256
 from weightloaders.weights.supplied import Supplied
 from weightloaders.weights.weights import Stream, Weights
 
@@ -85,9 +85,8 @@ def load_by_model(
         weights.check_open()
         infos = weights.infos()
         plan.skipped_files, plan.catalogue = dict(weights.skipped_files), tuple(infos)
-        plan.described_by = weights.described_by
-    if context.verify == "sha256":
-        check_sha256(infos, plan.described_by)
+        plan.described_by = (*weights.described_by, *context.companions)
+    check_files(plan, context)
     moved = Transferred()
     total = sum(info.bytes_stored for info in infos)
 
@@ -204,9 +203,8 @@ def load_by_loader(model: nn.Module, loader: Any, weights: Any, context: LoadCon
     plan = LoadPlan(decided_by=[f"the loader's own load_weights ({who})"])
     if isinstance(weights, Weights):
         plan.skipped_files, plan.catalogue = dict(weights.skipped_files), tuple(weights.infos())
-        plan.described_by = weights.described_by
-    if context.verify == "sha256":
-        check_sha256(plan.catalogue, plan.described_by)
+        plan.described_by = (*weights.described_by, *context.companions)
+    check_files(plan, context)
     moved = Transferred()
 
     def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> object:
@@ -260,6 +258,7 @@ def _by_others(
         except BaseException as error:
             touched = tuple(watch.finish(model).touched)
             mark.touched = mark.touched or bool(touched)
+            mark.written = touched
             if isinstance(error, LoadError):
                 error.written = tuple(dict.fromkeys((*error.written, *touched)))
             if isinstance(error, SourceError):
@@ -286,9 +285,12 @@ def _by_others(
                 written=tuple(covered.touched), plugin=who,
             )  # fmt: skip
         plan.unexpected = _unexpected(unused, covered, context, who)
-        if context.verify == "finite":
+        inspection, filled = inspection_for(context), []
+        if inspection.is_wanted:
             by_name = targets_of(model, context).by_name
-            check_finite(by_name[name] for name in covered.filled if name in by_name)
+            filled = [by_name[name] for name in covered.filled if name in by_name]
+            inspection.look_at_rest(filled)
+        inspection.raise_if_not_finite()
         if isinstance(inner, LoadReport) and set(covered.filled) <= {*inner.loaded, *inner.tied}:
             # The default way did all of it, and knows what it was.
             mark.origin = load_origin(model)
@@ -302,6 +304,9 @@ def _by_others(
         inner.warnings.extend(moved.warnings)
         inner.decided_by = [*plan.decided_by, *inner.decided_by]
         report = inner
+    # What the default way has recorded says where it came from as well; but code of others had the last word.
+    parts = {name: found for name, found in report.provenance.items() if name in covered.filled}
+    report.provenance, report.files = recorded(inspection, parts, filled), dict(context.compared)
     report.initialised = [name for name in prepared.initialised if name in covered.missing]
     if not is_nested(model):
         hooks.after_load(report)

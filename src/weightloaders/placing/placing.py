@@ -170,9 +170,9 @@ class Placing:
         self, target: Target, shape: Sequence[int], dtype: torch.dtype, infos: Sequence[TensorInfo], rule: str = ""
     ) -> bool:
         """Whether what comes of some sources, by a rule or as they are, fits a target; else a finding says why not."""
-        shape, wanted = tuple(shape), target.shape
-        if shape == wanted and dtype is target.dtype:
+        if shape == target.tensor.shape and dtype is target.dtype:
             return True
+        shape, wanted = tuple(shape), target.shape
         of = f" (made of {len(infos)} tensor{'s' if len(infos) > 1 else ''} by {rule})" if rule else ""
         # A scalar in a file and a parameter of one element are the same thing.
         if shape != wanted and {shape, wanted} != {(), (1,)}:

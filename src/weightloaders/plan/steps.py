@@ -110,13 +110,16 @@ def single_run(info: TensorInfo) -> Extent | None:
     return None
 
 
+def is_whole_copy(step: CopyStep) -> bool:
+    """Whether the step takes the first elements of one source, in order: what most steps do."""
+    size = step.target.tensor.numel()
+    return step.placements == _as_it_is(size) and len(step.sources) == 1 and step.sources[0].numel >= size
+
+
 def makes_up_its_target(step: CopyStep) -> bool:
     """Whether the copies of a step read what is in their sources, and write each element of the target exactly once."""
     size = step.target.tensor.numel()
-    if size and step.placements == _as_it_is(size):
-        # What most steps are: the first elements of one source, in order.
-        return bool(step.sources) and step.sources[0].numel >= size
-    if _is_row_of_runs(step, size):
+    if is_whole_copy(step) or _is_row_of_runs(step, size):
         return True
     # By far the cheapest to tell, and true of all that is right.
     if sum(placed.numel for placed in step.placements) != size:

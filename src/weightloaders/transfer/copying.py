@@ -195,6 +195,16 @@ def boxes_of(tensor: torch.Tensor, room: int) -> Iterator[tuple[slice, ...]]:
     return _boxes(tensor.shape, _box(tensor.shape, _order(tensor), room))
 
 
+def rows_of(tensor: torch.Tensor, room: int) -> Iterator[torch.Tensor]:
+    """The elements of a tensor in row-major order, as boxes of at most ``room`` that follow each other."""
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(room) if tensor.numel() else ()  # type: ignore[no-untyped-call]
+        return
+    # Of a box that is no whole row, the next outer dimension has but one element.
+    box = _box(tensor.shape, range(tensor.dim() - 1, -1, -1), room)
+    yield from (tensor[place] for place in _boxes(tensor.shape, box))
+
+
 def _order(tensor: torch.Tensor) -> list[int]:
     """The dimensions that are stepped along, the smallest steps first."""
     sizes = tensor.shape

@@ -18,7 +18,7 @@ import torch
 from weightloaders.errors import LoadError
 from weightloaders.mapping.composing import TooManyPlacements, compose, restrict
 from weightloaders.mapping.placement import Constant, Placement, Source, is_empty, placement
-from weightloaders.plan import CallStep, CopyStep, Step, makes_up_its_target, single_run
+from weightloaders.plan import CallStep, CopyStep, Step, is_whole_copy, makes_up_its_target, single_run
 from weightloaders.transfer.copying import BITS, evenly
 from weightloaders.transfer.foreign import call, compute, place_of
 from weightloaders.transfer.job import Job, Piece
@@ -57,6 +57,10 @@ def jobs_of(
     pieces: list[Piece] = []
     jobs: list[Job] = []
     for step in steps:
+        piece = _whole_run(step, space)
+        if piece is not None:
+            pieces.append(piece)
+            continue
         try:
             _sort_out(_of_step(step, space), pieces, jobs)
         except LoadError as error:
@@ -70,6 +74,23 @@ def jobs_of(
 
 def _position(job: Job) -> tuple[str, int]:
     return job.file, job.offset
+
+
+def _whole_run(step: Step, space: Workspace) -> Piece | None:
+    """The piece of what most steps are: a whole tensor, in one run, that is to lie in memory as it lies in its file.
+
+    What `_of_step` comes to there, told with a few questions: there may be a hundred thousand such steps.
+    """
+    if not isinstance(step, CopyStep) or not is_whole_copy(step):
+        return None
+    target, info = step.target, step.sources[0]
+    tensor, extent = target.tensor, single_run(info)
+    if extent is None or not is_dense(tensor):
+        return None
+    dtype, nbytes = tensor.dtype, tensor.nbytes
+    if not (extent.dtype is info.dtype is dtype and extent.is_native) or not nbytes:
+        return None
+    return Piece(space.reader(extent.source), extent.offset, nbytes, target, where=space.accelerator_of(target))
 
 
 def _sort_out(found: Iterable[Piece | Job], pieces: list[Piece], jobs: list[Job]) -> None:
@@ -191,9 +212,9 @@ def _block_job(
 
 
 def _as_it_is(step: CopyStep, space: Workspace) -> list[Piece] | None:
-    """The pieces of nearly every step: each a run of a file, that lies there as it is to lie in the host's memory.
+    """The pieces of what is put together of others, each a run of a file that lies there as it is to lie in memory.
 
-    What `_into_rows` comes to there, told with a few questions: there may be a hundred thousand such pieces.
+    What `_into_rows` comes to there, told with a few questions, for the same reason as `_whole_run`.
     """
     target = step.target
     tensor = target.tensor

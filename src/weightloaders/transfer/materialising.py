@@ -130,8 +130,7 @@ class _Maker:
             raise ModelError(
                 f"{name} is a {old.layout} tensor on the meta device, and can't be given memory", tensor=name
             )
-        storage = _storage_of(old)
-        if dtype == old.dtype and storage in self._shared:
+        if self._shared and dtype == old.dtype and (storage := _storage_of(old)) in self._shared:
             if storage not in self._made:
                 count = old.untyped_storage().nbytes() // old.element_size()
                 self._made[storage] = torch.empty(count, dtype=dtype, device=device)

@@ -23,6 +23,7 @@ from weightloaders.errors import (
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.index import MAX_INDEX_BYTES
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.system_errors import unreadable
 from weightloaders.weights.texts import read_small_file
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def temporary_folder(what: str, file: str | Path) -> Iterator[Path]:
     """
     try:
         folder = Path(tempfile.mkdtemp(prefix="weightloaders-"))
+        _temporary.add(folder)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         yield folder
     except WeightLoadersError:
@@ -63,6 +65,14 @@ def temporary_folder(what: str, file: str | Path) -> Iterator[Path]:
             file=file,
             hint="set TMPDIR to a folder that has room, or give config=... and tokenizer=... of the model",
         ) from error
+
+
+_temporary: set[Path] = set()
+
+
+def is_temporary(folder: Path) -> bool:
+    """Whether it was written by this process: what lies there was made of other files, or fetched from elsewhere."""
+    return folder in _temporary
 
 
 class FolderListing:
@@ -105,7 +115,9 @@ class FolderListing:
                     odd[path.name] = kind
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SourceNotFoundError(f"there is no folder {self.folder}", file=self.folder) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unreadable(f"can't list the folder {self.folder}", error, self.folder) from error
+        except ValueError as error:
             raise SourceReadError(f"can't list the folder {self.folder}: {error}", file=self.folder) from error
         return frozenset(names), odd
 

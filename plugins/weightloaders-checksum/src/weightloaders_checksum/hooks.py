@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 # Its names are resolved on first use.
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightloaders.plan import Severity
-    from weightloaders.weights.checksums import Mismatch
 
 _SHOWN = 6
 _FROM_NOWHERE = "nothing says which files these come from, so no checksum was compared"
@@ -33,30 +31,20 @@ def before_load(plan: wl.LoadPlan) -> None:
     if not plan.ok:
         return
     asked = settings()
-    lists = [wl.ChecksumList(path, asked.root) for path in asked.lists]
-    expected: dict[wl.ByteSource, wl.Checksum] = {}
-    unknown: list[str] = []
-    for source in _sources_of(plan):
-        # What lies elsewhere would have to be fetched twice to know.
-        known = wl.Checksum.known(source.name, lists) if os.path.lexists(source.name) else None
-        if known is None:
-            unknown.append(source.name)
-        else:
-            expected[source] = known
+    files = [*(origin for info in plan.tensors_read for origin in info.origins), *plan.described_by]
+    check = wl.FileCheck(files, [wl.ChecksumList(path, asked.root) for path in asked.lists])
+    unknown = [source.name for source in check.unknown]
     nowhere = [info.name for info in plan.tensors_read if info.numel and not info.origins]
     nowhere = nowhere or ([] if plan.tensors_read else ["a stream's tensors"])
     if asked.unknown == "error":
         _refuse_unknown(unknown, nowhere)
-    _refuse_changed(wl.Checksum.mismatches(expected))
-    _tell(plan, expected)
+    check.compare()
+    check.raise_if_wrong()
+    if check.due:
+        # The report is told by way of the plan's findings.
+        _add(plan, "note", "info", str(check))
     if asked.unknown == "warn":
         _warn(plan, unknown, nowhere)
-
-
-def _sources_of(plan: wl.LoadPlan) -> list[wl.ByteSource]:
-    """The files that tensors are read from, and those that say where they are."""
-    sources = [*(origin for info in plan.tensors_read for origin in info.origins), *plan.described_by]
-    return list({source.name: source for source in sources}.values())
 
 
 def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
@@ -65,32 +53,6 @@ def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
         raise SourceReadError(f"no checksum is known of {_listed(files)}", file=files[0], hint=hint)
     if tensors:
         raise SourceReadError(f"{_FROM_NOWHERE}: {_listed(tensors)}", tensor=tensors[0], hint=hint)
-
-
-def _refuse_changed(mismatches: Sequence[Mismatch]) -> None:
-    if not mismatches:
-        return
-    lines = [
-        f"{source.name} has the {_called(due)} {found}, not {due.digest}, which {due.said_by} says"
-        for source, due, found in mismatches
-    ]
-    raise SourceReadError(
-        "\n".join(lines),
-        file=mismatches[0].source.name,
-        hint="it is damaged or was exchanged: fetch it again; nothing was loaded from it",
-    )
-
-
-def _called(checksum: wl.Checksum) -> str:
-    return "checksum (sha256)" if checksum.algorithm == "sha256" else "checksum (git's)"
-
-
-def _tell(plan: wl.LoadPlan, expected: dict[wl.ByteSource, wl.Checksum]) -> None:
-    """Put what was compared into the report, by way of the plan's findings."""
-    if expected:
-        by = ", ".join(dict.fromkeys(checksum.said_by for checksum in expected.values()))
-        files = "1 file" if len(expected) == 1 else f"{len(expected)} files"
-        _add(plan, "note", "info", f"checksums compared and right: {files}, by {by}")
 
 
 def _warn(plan: wl.LoadPlan, files: Sequence[str], tensors: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from weightloaders_engines.packages import needed, reading
 from weightloaders_engines.safetensors_files import SafetensorsEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -34,6 +34,7 @@ class FastSafetensorsLoader(SafetensorsEngine):
     description: ClassVar[str] = "safetensors, read by fastsafetensors"
     module: ClassVar[str] = "fastsafetensors"
     extra: ClassVar[str] = "fastsafetensors"
+    requires: ClassVar[Mapping[str, str]] = {"fastsafetensors": "weightloaders-engines[fastsafetensors]"}
 
     def __init__(
         self,

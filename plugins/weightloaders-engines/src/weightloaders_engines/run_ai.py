@@ -10,7 +10,7 @@ from weightloaders_engines.packages import needed, reading
 from weightloaders_engines.safetensors_files import SafetensorsEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -41,6 +41,7 @@ class RunAiLoader(SafetensorsEngine):
     borrowed: ClassVar[bool] = True
     module: ClassVar[str] = "runai_model_streamer"
     extra: ClassVar[str] = "runai"
+    requires: ClassVar[Mapping[str, str]] = {"runai_model_streamer": "weightloaders-engines[runai]"}
 
     def __init__(
         self,

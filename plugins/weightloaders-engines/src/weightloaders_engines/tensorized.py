@@ -44,6 +44,7 @@ class TensorizerLoader(wl.BaseWeightLoader):
     """
 
     description: ClassVar[str] = "tensorizer's .tensors files"
+    requires: ClassVar[Mapping[str, str]] = {"tensorizer": "weightloaders-engines[tensorizer]"}
 
     def __init__(
         self,

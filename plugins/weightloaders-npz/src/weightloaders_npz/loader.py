@@ -63,9 +63,12 @@ class NpzLoader(wl.BaseWeightLoader):
                 members = [m for m in archive.infolist() if not m.is_dir()]
                 arrays = [m for m in members if m.filename.endswith(".npy")]
                 infos = [_describe(path, archive, member) for member in arrays]
-        except WeightLoadersError:
+        except (WeightLoadersError, OSError):  # an OSError is the system's, and of the archive it says nothing
             raise
         except Exception as error:  # a damaged archive makes zipfile and numpy raise all kinds
+            if isinstance(error.__context__, OSError):
+                # zipfile says of what it can't read that it is no archive.
+                raise error.__context__ from None
             raise CheckpointFormatError(f"{path} is not a sound .npz archive: {error}", file=path) from error
         if members and not arrays:
             raise CheckpointFormatError(

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.weak import WeakIdKeyDictionary
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -16,7 +15,7 @@ from weightloaders.errors import CoverageError, LoadError, PlanError, SourceErro
 from weightloaders.loading import load, load_given
 from weightloaders.offers import name_of
 from weightloaders.transfer.engine import Transferred
-from weightloaders.transfer.verify import check_sha256
+from weightloaders.transfer.inspecting import values_of
 from weightloaders_vllm.completeness import check_same, missing_policy, named, shapes_of
 from weightloaders_vllm.options import LoadOptions
 from weightloaders_vllm.source import opened, pairs
@@ -24,6 +23,7 @@ from weightloaders_vllm.source import opened, pairs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, MutableMapping
 
+    import torch
     from torch import nn
     from vllm.config import LoadConfig, ModelConfig
 
@@ -126,8 +126,8 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
                         hint="model_loader_extra_config={'watch': False} does without",
                     )
                 check_same(before.shapes, shapes, path)
-            if context.verify == "sha256" and isinstance(weights, Weights):
-                check_sha256(weights.infos())
+            if context.verify.sha256 and isinstance(weights, Weights):
+                context.verify.check_files(weights.infos(), weights.described_by)
         except BaseException:
             source.__exit__(None, None, None)
             raise
@@ -139,7 +139,7 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
         start, moved, names = time.perf_counter(), Transferred(), []
         try:
             for name, tensor in pairs(weights, context, moved):
-                if context.verify == "finite":
+                if context.verify.finite:
                     _check_finite(name, tensor)
                 names.append(name)
                 yield name, tensor
@@ -167,6 +167,8 @@ def _config(model_config: ModelConfig) -> dict[str, Any]:
 
 def _unwatched(model: Any, weights: Any, context: LoadContext) -> LoadReport:
     start, moved = time.perf_counter(), Transferred()
+    if context.verify.sha256 and isinstance(weights, Weights):
+        context.verify.check_files(weights.infos(), weights.described_by)
     try:
         loaded = model.load_weights(pairs(weights, context, moved))
     except WeightLoadersError:
@@ -180,5 +182,6 @@ def _unwatched(model: Any, weights: Any, context: LoadContext) -> LoadReport:
 
 
 def _check_finite(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and not torch.isfinite(tensor).all():
-        raise LoadError(f"{name!r} holds NaN or infinite values", tensor=name)
+    odd = values_of(tensor, checksum=False).not_finite
+    if odd is not None:
+        raise LoadError(f"{name!r} holds NaN or infinite values: {odd}", tensor=name)

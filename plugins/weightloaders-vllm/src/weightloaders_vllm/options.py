@@ -33,7 +33,7 @@ class LoadOptions(Checked):
             or a dict of name pattern to one of these.
         on_unexpected: Likewise for tensors that vLLM's model did not use.
         on_mismatch: Likewise for tensors that were cut to fit.
-        verify: ``"finite"`` or ``"sha256"``.
+        verify: ``"finite"``, ``"sha256"``, or both in a list.
         transfer: How bytes are moved; see `weightloaders.load_into`.
         watch: Whether it is watched what is written. If not, policies hold for nothing.
     """
@@ -44,7 +44,7 @@ class LoadOptions(Checked):
     on_missing: _Policy = "error"
     on_unexpected: _Policy = "warn"
     on_mismatch: _Policy = "error"
-    verify: Literal["finite", "sha256"] | None = None
+    verify: Literal["finite", "sha256"] | list[Literal["finite", "sha256"]] | None = None
     transfer: Any = "direct"
     watch: bool = True
 

@@ -14,18 +14,19 @@ from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, S
 
 from weightloaders import api, loading
 from weightloaders.dispatch import input_device
-from weightloaders.errors import ConfigError, ModelError, WeightLoadersError, summary
+from weightloaders.errors import ConfigError, ModelError, SourceReadError, WeightLoadersError, summary
 from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
-from weightloaders.prepare import load_context, prepare
+from weightloaders.prepare import check_companions, load_context, prepare
 from weightloaders.skeleton import model_files
-from weightloaders.weights.http import shown
+from weightloaders.weights.discretion import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from collections.abc import Sequence as SequenceOf
 
     from weightloaders.loaders.base import BaseWeightLoader
+    from weightloaders.loading import LoadContext
     from weightloaders.report import LoadReport
     from weightloaders.weights.candidates import Listing
 
@@ -35,6 +36,11 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
+)  # fmt: skip
+# What tokenizers of transformers read, whatever they are called.
+_READ_BY_TOKENIZERS = (
+    "config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "*.model", "*.tiktoken", "*.jinja",
 )  # fmt: skip
 # What a generation config may say about sampling, in transformers' and in vLLM's words; vLLM takes the same.
 _DEFAULTS = {
@@ -96,22 +102,25 @@ class TransformersEngine:
         if revision is not None and weights is not None:
             # It is one of the model's repository, which `weights` leads away from.
             model_kwargs["revision"] = revision
+        context = load_context(**load_options)
         prepared = prepare(
             model,
-            load_context(**load_options),
+            context,
             weights=weights,
             trust_remote_code=trust_remote_code,
             **model_kwargs,
         )
         # Before the weights, as it is quick: who mistyped its name need not wait for them.
         if tokenizer is not None:
-            read_tokenizer = _tokenizer(tokenizer, {}, trust_remote_code)
+            read_tokenizer = _tokenizer(tokenizer, {}, trust_remote_code, context)
         else:
             loader = prepared.loader if weights is None else None
             # What a loader hands out is a folder, whatever was named.
             found = None if loader is None else loader.get_model_files(model)
             has_one = _has_tokenizer(model if found is None else found)
-            read_tokenizer = _tokenizer(model, prepared.hub_options, trust_remote_code, loader) if has_one else None
+            read_tokenizer = (
+                _tokenizer(model, prepared.hub_options, trust_remote_code, context, loader) if has_one else None
+            )
         engine = cls(prepared.model, read_tokenizer, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         engine.load_report = prepared.fill()
         return engine
@@ -253,12 +262,19 @@ def _has_tokenizer(source: str | Path | Listing) -> bool:
 
 
 def _tokenizer(
-    source: str, hub: Mapping[str, Any], trust_remote_code: bool, loader: BaseWeightLoader | None = None
+    source: str,
+    hub: Mapping[str, Any],
+    trust_remote_code: bool,
+    context: LoadContext,
+    loader: BaseWeightLoader | None = None,
 ) -> Any:
     # transformers raises whatever its many tokenizers raise.
     try:
         folder = model_files(source, hub, loader=loader)
+        check_companions(folder, (*_READ_BY_TOKENIZERS, "*.py") if trust_remote_code else _READ_BY_TOKENIZERS, context)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except SourceReadError:
+        raise
     except Exception as error:
         raise ModelError(
             f"the tokenizer in {shown(source)} can't be read: "
