@@ -8,6 +8,7 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import math
 import os
@@ -63,12 +64,13 @@ class NpzLoader(wl.BaseWeightLoader):
                 members = [m for m in archive.infolist() if not m.is_dir()]
                 arrays = [m for m in members if m.filename.endswith(".npy")]
                 infos = [_describe(path, archive, member) for member in arrays]
-        except (WeightLoadersError, OSError):  # an OSError is the system's, and of the archive it says nothing
+        except WeightLoadersError:
             raise
         except Exception as error:  # a damaged archive makes zipfile and numpy raise all kinds
-            if isinstance(error.__context__, OSError):
-                # zipfile says of what it can't read that it is no archive.
-                raise error.__context__ from None
+            # zipfile says of what it can't read that it is no archive.
+            for fault in (error, error.__context__):
+                if isinstance(fault, OSError) and _is_the_systems(fault):
+                    raise fault from None
             raise CheckpointFormatError(f"{path} is not a sound .npz archive: {error}", file=path) from error
         if members and not arrays:
             raise CheckpointFormatError(
@@ -89,6 +91,14 @@ class NpzLoader(wl.BaseWeightLoader):
         if file.suffix.lower() == ".npz" and zipfile.is_zipfile(file):
             return wl.Probe.yes(f"{file.name} is a .npz archive")
         return wl.Probe.no(f"{file.name} is no .npz archive")
+
+
+def _is_the_systems(error: OSError) -> bool:
+    """Whether an error is of reading, and says nothing of the archive.
+
+    Of damaged data bz2 raises one without a number, and zipfile goes to places before the file's first byte.
+    """
+    return error.errno not in (None, errno.EINVAL)
 
 
 def _find(path: Path, pattern: str) -> Path:
