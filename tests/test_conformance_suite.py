@@ -284,7 +284,7 @@ def reads_16_mib_and_no_more():
             tensor.view(-1)[1 << 22 :] = 0
         return tensor
 
-    return suite(with_read(read)), {"test_every_kind_of_shape_is_exact": "was written with these values"}
+    return suite(with_read(read)), {"test_every_kind_of_shape_is_exact": "is read otherwise than it was written"}
 
 
 def writes_memory_as_it_lies():

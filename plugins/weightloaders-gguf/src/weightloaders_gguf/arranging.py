@@ -361,7 +361,7 @@ def _interleaved_biases(parts: Sequence[Part], name: str) -> TensorInfo:
 
 
 def _in_turns(gate: Part, up: Part, name: str, shape: tuple[int, ...]) -> TensorInfo:
-    """Gate and up of a split model that was cut between them: no source has both, so they are put together when read."""
+    """Gate and up of a split model that was cut between them: no file has both, so they meet when they are read."""
     if gate.type != up.type:
         raise _unlike(gate, up)
     halves = [part.numbers().whole(part.name, part.shape) for part in (gate, up)]
