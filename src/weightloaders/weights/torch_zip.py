@@ -21,7 +21,7 @@ import torch
 from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, read_tensor
-from weightloaders.weights.sniff import TAR, describe_content
+from weightloaders.weights.sniff import LEGACY_TORCH, TAR, describe_content
 from weightloaders.weights.source import ByteSource, FileSource
 from weightloaders.weights.source_file import MAX_READ, SourceFile
 from weightloaders.weights.state_dict import find_state_dict
@@ -37,9 +37,8 @@ from weightloaders.weights.zip_directory import ZIP_MAGIC, Record, read_director
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-# Protocol 2, then torch's magic number 0x1950a86a20f9469cfc6c.
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
+_HEAD = 32
 _LONGEST_ORDER = 16
 # A deflated pickle unpacks to at most so many times its size; one of a large model, to some fifteen.
 _MOST_DEFLATION, _SMALL_PICKLE = 32, 1 << 20
@@ -74,8 +73,8 @@ class TorchFile:
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Whether a file that begins with these bytes (16 or more) may be one that `torch.save` wrote."""
-    return head.startswith((ZIP_MAGIC, _LEGACY_MAGIC))
+    """Whether a file that begins with these bytes (32 or more) may be one that `torch.save` wrote."""
+    return head.startswith(ZIP_MAGIC) or LEGACY_TORCH.match(head) is not None
 
 
 def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequence[Any] = ()) -> TorchFile:
@@ -136,11 +135,11 @@ def read_torch_tensor(source: ByteSource, name: str, *, safe_globals: Sequence[A
 
 
 def _opened(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
-    head = source.read(0, min(len(_LEGACY_MAGIC), source.size))
+    head = source.read(0, min(_HEAD, source.size))
     try:
         if head.startswith(ZIP_MAGIC):
             return _open_zip(source, safe_globals)
-        if head == _LEGACY_MAGIC:
+        if LEGACY_TORCH.match(head):
             return _open_legacy(source, safe_globals)
         raise _no_torch_file(source, head)
     except SlowPathNeededError:

@@ -40,6 +40,8 @@ NAMES: tuple[str, ...] = (
     "upper",
     "0",
     "x" * 200,
+    "module._private",
+    "bn.num_batches_tracked",
 )  # fmt: skip
 
 
