@@ -349,11 +349,11 @@ class Repository:
 def _bar_of(file: str) -> dict[str, Any]:
     """What has the bar of a download named after the file: else it may be named after an address with a signature."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **{**options, "desc": file})
+            super().__init__(*arguments, **{**options, "desc": file})  # type: ignore[no-untyped-call]
 
     # Older ones can't be told.
     return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}
