@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -205,13 +206,14 @@ def _files_or_explain(
         return model_files(source, hub_options, "config.json", loader)
     except SourceNotFoundError as error:
         where = shown(source)
-        if (Path(source) / ADAPTER_FILE).is_file():
+        # `Path.is_file` fails for a name that is too long.
+        if os.path.isfile(Path(source) / ADAPTER_FILE):  # noqa: PTH113
             raise ModelError(
                 f"{where} holds an adapter (LoRA or the like), which is no model by itself",
                 file=where,
                 hint=ADAPTER_HINT,
             ) from error
-        is_metas = (Path(source) / PARAMS_FILE).is_file()
+        is_metas = os.path.isfile(Path(source) / PARAMS_FILE)  # noqa: PTH113
         raise ModelError(
             f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
         ) from error

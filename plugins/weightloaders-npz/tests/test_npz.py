@@ -323,3 +323,20 @@ def test_arrays_of_objects_are_refused_by_name_and_what_they_pickle_never_runs(t
     with pytest.raises(WeightLoadersError, match="x"), NpzLoader().get_weights(str(tmp_path / "a.npz")) as weights:
         dict(weights)
     assert not marker.exists()
+
+
+def test_what_unpacking_says_of_damaged_data_is_no_fault_of_the_disk(tmp_path):
+    """bz2 raises an OSError of damaged data, and zipfile one of a directory that lies before the file."""
+    path = tmp_path / "a.npz"
+    np.savez(path, w=np.ones(2))
+    stored = path.read_bytes()
+    bzip = bytearray(stored)
+    for signature, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        place = stored.index(signature) + at
+        bzip[place : place + 2] = (12).to_bytes(2, "little")
+    end = stored.rindex(b"PK\x05\x06")
+    before = stored[: end + 12] + (1 << 31).to_bytes(4, "little") + stored[end + 16 :]
+    for damaged in (bytes(bzip), before):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointFormatError):
+            NpzLoader().get_weights(str(path))

@@ -42,6 +42,9 @@ _HEAD = 32
 _LONGEST_ORDER = 16
 # A deflated pickle unpacks to at most so many times its size; one of a large model, to some fifteen.
 _MOST_DEFLATION, _SMALL_PICKLE = 32, 1 << 20
+# A few numbers in a file can claim any shape. Expanded and sparse tensors, taken together, become at most so many times
+# the file when they are made dense, or so many bytes.
+_MOST_GROWTH, _SMALL_GROWTH = 1 << 10, 1 << 24
 # Of what is unpacked, so much stays in memory for the next tensor.
 _MOST_KEPT = 1 << 27
 _REFETCH = "the file is truncated or damaged; fetch it again"
@@ -177,6 +180,7 @@ class _Content:
     notes: list[str] = field(default_factory=list)
     densified: list[str] = field(default_factory=list)
     unpacked: list[str] = field(default_factory=list)
+    growth: int = 0
     last_unpacked: _LastUnpacked = field(default_factory=_LastUnpacked)
 
     def check_claims(self) -> None:
@@ -204,6 +208,7 @@ class _Content:
         parts = [self._strided(name, getattr(tensor, part)()) for part in _SPARSE_PARTS[tensor.layout]]
         self.densified.append(name)
         shape = tuple(tensor.shape)
+        self._check_growth(name, tensor, sum(part.nbytes for part in parts))
         dense = partial(_dense, parts, tensor.layout, shape, name, self.source.name)
         return TensorInfo(name, tensor.dtype, shape, read=dense, sources=[self.source])
 
@@ -231,6 +236,7 @@ class _Content:
                 tensor=name,
                 hint=_REFETCH,
             )
+        self._check_growth(name, tensor, length)
         record = self.records[part.record]
         where = _Unpacked(record, self.last_unpacked) if record.deflated else self.source
         offset = part.offset + start + (0 if record.deflated else record.offset)
@@ -241,6 +247,18 @@ class _Content:
             return raw
         resolved = partial(_resolved, raw, tensor.is_conj(), tensor.is_neg())
         return TensorInfo(name, dtype, shape, read=resolved, sources=[self.source])
+
+    def _check_growth(self, name: str, tensor: torch.Tensor, stored: int) -> None:
+        """A tensor of few stored numbers may be far larger than they are, but not without bounds."""
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        self.growth += max(0, nbytes - stored)
+        if self.growth > max(_SMALL_GROWTH, _MOST_GROWTH * self.source.size):
+            raise self._error(
+                f"makes the {nbytes:,} bytes of the tensor {name!r} of {stored:,}, "
+                f"too many for a file of {self.source.size:,} bytes",
+                tensor=name,
+                hint="if it is meant, save it as what it stands for: tensor.to_dense().contiguous()",
+            )
 
     def _error(self, what: str, **where: str | None) -> CheckpointFormatError:
         return CheckpointFormatError(f"{self.source.name} {what}", file=self.source.name, **where)

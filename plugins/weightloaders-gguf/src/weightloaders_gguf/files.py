@@ -68,9 +68,10 @@ def place_of(text: str) -> Place:
     """
     path = _path(text)
     head, colon, tag = text.rpartition(":")
-    if colon and tag and not _exists(path) and (folder := _path(head or ".")).is_dir():
+    # `Path.exists` and its like fail for a name that is too long.
+    if colon and tag and not os.path.exists(path) and os.path.isdir(folder := _path(head or ".")):  # noqa: PTH110, PTH112
         return Place(FolderListing(folder), tag=tag)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         return Place(FolderListing(path))
     listing = FolderListing(path.parent)
     problems = listing.problems([path.name])
@@ -85,13 +86,6 @@ def place_of(text: str) -> Place:
 
 def _path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such home
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | None = None) -> Files:
