@@ -3,6 +3,11 @@
 PYTHON ?= python3
 WORKERS ?= 2
 
+# Of `make fuzz`: inputs for each reader, what they are drawn from, and which readers (default: all).
+EXECUTIONS ?= 4000
+SEED ?= 0
+TARGETS ?=
+
 VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
@@ -13,13 +18,14 @@ PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist works
 # weightloaders-checksum is installed to be tested; the files of demo and tests have no checksums.
 export WEIGHTLOADERS_CHECKSUM_UNKNOWN := ignore
 
-.PHONY: help demo test test-all test-vllm check lint types imports docs clean
+.PHONY: help demo test test-all fuzz test-vllm check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through four loaders and let it answer"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, with those that take longer than a minute"
 	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB)"
+	@echo "make fuzz      read hostile and broken files by the thousand (EXECUTIONS=1000000: by the million)"
 	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     back to a fresh clone: remove the environment, caches and prepared models"
@@ -33,6 +39,9 @@ test: $(VENV)/dev-ready
 
 test-all: $(VENV)/dev-ready
 	$(PYTEST)
+
+fuzz: $(VENV)/dev-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m fuzz $(TARGETS) --executions $(EXECUTIONS) --seed $(SEED)
 
 # Its tests run one engine at a time; vLLM reads these settings when it is imported.
 test-vllm: $(VLLM)/ready
@@ -48,6 +57,7 @@ types: $(VENV)/dev-ready
 	for platform in linux win32 darwin; do \
 		$(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; \
 	done
+	$(BIN)/mypy --platform linux --cache-dir .mypy_cache/linux --package fuzz
 
 imports: $(VENV)/dev-ready
 	$(BIN)/lint-imports
@@ -58,7 +68,7 @@ docs: $(VENV)/dev-ready
 
 clean:
 	rm -rf $(VENV) $(VLLM) .demo build dist docs/_build
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems ship venv without the pip it copies; there the pip of $(PYTHON) fills the environment from outside.

@@ -747,3 +747,23 @@ def test_a_prefix_that_all_names_carry_is_advised_and_not_the_one_of_those_that_
     assert f"rules=[Rename({prefix!r}, '')]" in str(plan.errors[0])
     load_into(model, held, rules=Rename(prefix, ""), progress=False)
     assert (model.w[0], model.get_submodule(prefix).w[0]) == (1, 2)
+
+
+def test_a_rename_that_another_one_leaves_nothing_to_is_told_what_became_of_its_names():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2)])
+    stored = {"enc.0.w": torch.ones(2, 2), "enc.0.bias": torch.ones(2)}
+    rules = [Rename("enc", "blocks"), Rename("enc.*.w", "blocks.*.weight")]
+    plan = plan_load(model, stored, rules=rules)
+    said = next(finding for finding in plan.findings if finding.kind == "rule")
+    assert "comes too late: by the rules before it, 'enc.0.w' is 'blocks.0.w' already" in said.message
+    assert said.hint == "put it before these"
+    assert "if 'enc.0.w' is what the model calls 'blocks.0.weight'" in str(plan.errors[0].hint)
+    assert plan_load(model, stored, rules=rules[::-1]).ok
+
+
+def test_where_nothing_fits_the_hint_names_what_the_source_holds():
+    model = nn.Linear(2, 2)
+    plan = plan_load(model, {"encoder.a": torch.ones(3), "encoder.b": torch.ones(3)})
+    assert "the source holds encoder.* (2)" in str(plan.errors[0].hint)
+    assert "rules=[Rename(old, new)]" in str(plan.errors[0].hint)

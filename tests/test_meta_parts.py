@@ -179,7 +179,17 @@ def test_a_pattern_that_leaves_parts_out_is_refused(tmp_path: Path) -> None:
         TorchLoader(file_pattern="consolidated.0[01].pth").get_weights(str(tmp_path))
 
 
-@pytest.mark.parametrize("params", [None, {"model": "another"}, {**PARAMS, "dim": 32}, {**PARAMS, "n_kv_heads": 1}])
+@pytest.mark.parametrize("other", [{"dim": 32}, {"n_heads": 8}, {"vocab_size": 21}, {"hidden_dim": 64}])
+def test_sizes_of_another_model_beside_the_parts_are_named_as_that(tmp_path: Path, other: dict[str, int]) -> None:
+    write(tmp_path, parts_of(llama(), 2), {**PARAMS, **other})
+    with pytest.raises(CheckpointFormatError, match=r"by params\.json, tensor '.*' is .* as a whole") as refused:
+        open_weights(str(tmp_path))
+    assert refused.value.file == f"{tmp_path}/params.json"
+    assert refused.value.tensor is not None
+    assert "axes={" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("params", [None, {"model": "another"}, {**PARAMS, "n_kv_heads": 1}])
 def test_what_no_shape_proves_is_refused_with_what_to_declare(tmp_path: Path, params: Any) -> None:
     write(tmp_path, parts_of(llama(), 2), params)
     with pytest.raises(AmbiguousSourceError, match=r"nothing says how the parts") as refused:
@@ -335,10 +345,23 @@ def test_a_gap_among_numbered_ranks_is_named_whatever_they_are_called(
         TorchLoader(axes={"w": 0}, file_pattern="*").get_weights(of_ranks(tmp_path, *names))
 
 
-@pytest.mark.parametrize("names", [[f"rank{n}.pt" for n in range(12)], ["part-1.pt", "part-2.pt"], ["a.pt", "b.pt"]])
+@pytest.mark.parametrize("names", [[f"rank{n}.pt" for n in range(12)], ["part-1.pt", "part-2.pt"]])
 def test_numbered_ranks_are_put_together_in_the_order_of_their_numbers(tmp_path: Path, names: list[str]) -> None:
     weights = TorchLoader(axes={"w": 0}, file_pattern="*").get_weights(of_ranks(tmp_path, *names))
     assert weights["w"][:, 0].tolist() == list(range(len(names)))
+
+
+@pytest.mark.parametrize(
+    "names", [["a.pt", "b.pt"], ["one.pt", "ten.pt", "two.pt"], ["of4_rank0.pt", "of2_rank1.pt"], ["r0.pt", "r1x.pt"]]
+)
+def test_ranks_that_no_number_puts_in_order_are_refused_rather_than_taken_in_that_of_the_alphabet(
+    tmp_path: Path, names: list[str]
+) -> None:
+    path = of_ranks(tmp_path, *names)
+    with pytest.raises(AmbiguousSourceError, match="in which order these parts go together") as refused:
+        TorchLoader(axes={"w": 0}, file_pattern="*").get_weights(path)
+    assert all(name in refused.value.message for name in names)
+    assert TorchLoader(axes={"w": 0}, file_pattern=names[1]).get_weights(path)["w"].tolist() == [[1, 1]]
 
 
 def test_a_part_that_is_no_regular_file_is_a_part_that_is_missing(tmp_path: Path) -> None:

@@ -484,7 +484,7 @@ def test_a_file_system_that_can_not_map_is_read_from_with_one_warning(llama_fold
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("unable to mmap 100 bytes from file: No such device (19)\nmore")
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", fail)
+    monkeypatch.setattr(file_views, "_mapped", fail)
     model, report = loaded(llama_folder, "mmap")
     same(model, loaded(llama_folder, "direct")[0])
     assert report.warnings == [w for w in report.warnings if "can't be mapped" in w]
@@ -512,15 +512,15 @@ def test_saving_over_the_mapped_file_keeps_the_model_and_writes_it_whole(llama_f
 
 def test_a_file_that_is_exchanged_while_it_is_mapped_is_refused(llama_folder, monkeypatch):
     file = llama_folder / "model.safetensors"
-    from_file = torch.UntypedStorage.from_file
+    mapped = file_views._mapped
 
     def exchange(*args: Any, **kwargs: Any) -> Any:
         other = file.with_suffix(".new")
         other.write_bytes(file.read_bytes())
         other.replace(file)
-        return from_file(*args, **kwargs)
+        return mapped(*args, **kwargs)
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", exchange)
+    monkeypatch.setattr(file_views, "_mapped", exchange)
     model = llama()
     with pytest.raises(SourceReadError, match="changed"):
         load_into(model, llama_folder, transfer="mmap", progress=False)

@@ -1042,3 +1042,9 @@ def test_rules_in_a_file_load_a_model(tmp_path: Path) -> None:
     )
     assert sorted(report.loaded) == ["qkv", "w"]
     assert torch.equal(model.qkv.data, counted(6, 2))
+
+
+def test_a_conversion_takes_the_patterns_of_another():
+    first = Convert(["*.gate", "*.up"], "*.gate_up", "fuse_gate_up")
+    again = Convert(first.sources, first.targets, first.function)
+    assert (again.sources, again.targets) == (first.sources, first.targets)

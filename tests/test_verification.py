@@ -155,6 +155,13 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_what_it_must_be(
     assert not ran.exists()
 
 
+def test_a_link_to_nowhere_beside_the_config_is_no_concern_of_who_does_not_read_it(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("nowhere")
+    for verify in (None, "sha256"):
+        from_pretrained(folder, verify=verify, **QUIET)
+
+
 def test_what_nobody_has_a_checksum_of_beside_the_weights_is_told(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text(f"{sha256((folder / WEIGHTS).read_bytes())}  {WEIGHTS}\n")
     report = from_pretrained(folder, verify="sha256", **QUIET)[1]
@@ -403,3 +410,29 @@ def test_tensors_that_lie_raw_are_read_once_for_record_and_load(tmp_path: Path) 
     assert recorded.reads == plain.reads
     assert isinstance(open_weights(tmp_path), Weights)
     assert load_file(tmp_path / "m.safetensors").keys() == stored().keys()
+
+
+def test_in_the_hubs_cache_the_names_of_blobs_tell_of_a_config_too(folder: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in folder.iterdir():
+        content = file.read_bytes()
+        is_large = file.name == WEIGHTS
+        name = sha256(content) if is_large else hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        (repository / "blobs" / name).write_bytes(content)
+        if file.name != "SHA256SUMS":
+            (snapshot / file.name).symlink_to(f"../../blobs/{name}")
+    report = LLM(snapshot, verify=["sha256", "record"], **QUIET).load_report
+    assert report is not None
+    assert not [note for note in report.notes if "no checksum is known" in note]
+    assert {name.rpartition("/")[2]: said.partition(":")[0] for name, said in report.files.items()} == {
+        WEIGHTS: "sha256", "config.json": "git", "generation_config.json": "git", "tokenizer.json": "git",
+        "tokenizer_config.json": "git",
+    }  # fmt: skip
+    spoil((snapshot / "config.json").resolve())
+    config = (snapshot / "config.json").resolve()
+    config.write_bytes(config.read_bytes() + b"\n")
+    with pytest.raises(SourceReadError, match=r"config\.json has the checksum \(git's\)"):
+        from_pretrained(snapshot, verify="sha256", **QUIET)

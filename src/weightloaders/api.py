@@ -15,6 +15,7 @@ from weightloaders.loading import (
     check_usable,
     get_weights,
     is_borrowed,
+    load_aside,
     load_origin,
     make_plan,
     origin_of,
@@ -160,6 +161,7 @@ def load_into(
     verify: VerifyOption | None = None,
     automatic: bool = True,
     transfer: TransferOption = "direct",
+    atomic: bool = False,
 ) -> LoadReport:
     """Fill any module in place.
 
@@ -182,14 +184,25 @@ def load_into(
             bytes that it came from (`LoadReport.provenance`).
         automatic: Whether names may be matched without being asked; see `plan_load`.
         transfer: How bytes are moved: ``"direct"``, ``"mmap"``, ``"o_direct"``, ``"stream"``, or `TransferOptions`.
+        atomic: Whether the model is to keep its old values until all the new ones are there: if the load fails,
+            it is as it was. That takes its memory once more, and it must have values already.
 
     Raises:
         ConfigError: If an argument is not allowed; nothing was opened.
+        ModelError: If the model is none; with ``atomic``, if it can't be copied, or is on meta.
         PlanError: If something is missing or does not fit; nothing was touched.
-        LoadError: If something failed on the way; the model is marked as half-loaded.
+        LoadError: If something failed on the way; the model is marked as half-loaded, or, with ``atomic``, untouched.
     """
     context = load_context(rules, on_missing, on_unexpected, on_mismatch, device, progress, verify, automatic, transfer)
-    return load_from(model, source, resolve_loader(source, loader, loader_kwargs or {}), context)
+    if atomic and context.transfer.mode == "mmap":
+        raise ConfigError(
+            "atomic=True copies the new values into the model, and transfer='mmap' is there to copy none",
+            hint="choose one of them",
+        )
+    found = resolve_loader(source, loader, loader_kwargs or {})
+    if atomic:
+        return load_aside(model, lambda copied: load_from(copied, source, found, context))
+    return load_from(model, source, found, context)
 
 
 def load_model(model: nn.Module, source: Any, **options: Any) -> nn.Module:

@@ -220,7 +220,14 @@ class Planner:
                 hint = f"they are written for other names than {names[0]!r}{how}"
                 found.append(Finding("rule", severity, message, hint=hint))
                 continue
+            overtaken = mapper.overtaken(everything)
             for rule, pattern in zip(unused, mapper.sought(), strict=True):
+                if rule in overtaken:
+                    name, renamed = overtaken[rule]
+                    message = f"{rule} comes too late: by the rules before it, {name!r} is {renamed!r} already"
+                    # What a rename writes, later ones don't match.
+                    found.append(Finding("rule", severity, message, (name,), hint="put it before these"))
+                    continue
                 near = suggest.nearest(pattern, names, cutoff=0.0) or names[0]
                 message = f"{rule} matches no tensor of the source"
                 found.append(Finding("rule", severity, message, hint=f"the source's names look like {near!r}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from safetensors.torch import save
 from weightloaders_remote import RemoteLoader
 from weightloaders_remote.cache import usual_folder
 
-from weightloaders import load_into, open_weights
+from weightloaders import Checksum, load_into, open_weights
 from weightloaders.errors import OptionsError, SourceReadError
 
 if TYPE_CHECKING:
@@ -35,14 +36,18 @@ def model() -> Any:
     return torch.nn.ParameterDict({"big": torch.zeros_like(BIG)})
 
 
-def load(address: str, cache: Any, **options: Any) -> torch.Tensor:
-    filled = model()
-    load_into(filled, address, loader=RemoteLoader, loader_kwargs={"cache": cache, **options}, progress=False)
+def load(address: str, cache: Any, verify: Any = None, **options: Any) -> torch.Tensor:
+    filled, options = model(), {"cache": cache, **options}
+    load_into(filled, address, loader=RemoteLoader, loader_kwargs=options, verify=verify, progress=False)
     return filled["big"].detach()
 
 
+SUMS = "SHA256SUMS.json"
+
+
 def files_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """All but the checksums that lie beside what was kept."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS)
 
 
 @pytest.fixture
@@ -136,10 +141,11 @@ def test_what_was_not_used_for_longest_makes_room(web: Web, cache: Path) -> None
     assert {path.name for path in files_in(cache)} == {"a.safetensors", "b.safetensors", "c.safetensors"}
     for path in files_in(cache):
         hours = {"a": 5, "b": 4, "c": 3}[path.name[0]]
-        os.utime(path, (time.time() - hours * 3600,) * 2)
+        age(path, hours)
+        age(path.with_name(SUMS), hours)
     # Using it is what counts.
     load(f"{web.url}/a.safetensors", cache, cache_size=int(size))
-    assert first.stat().st_mtime > time.time() - 60
+    assert first.with_name(SUMS).stat().st_mtime > time.time() - 60
     web.files["/d.safetensors"] = save({"big": BIG})
     load(f"{web.url}/d.safetensors", cache, cache_size=int(size))
     assert {path.name for path in files_in(cache)} == {"a.safetensors", "d.safetensors"}
@@ -184,6 +190,7 @@ def test_making_room_touches_nothing_but_what_the_cache_made(web: Web, address: 
     age(theirs[-1], 9)
     (entry.parent / ("a" * 32)).symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     age(entry / "model.safetensors", 5)
+    age(entry / SUMS, 5)
     web.files["/m/model.safetensors"] = save({"big": BIG + 1})
     load(address, home, cache_size=1000)
     assert all(path.is_file() for path in theirs)
@@ -213,6 +220,52 @@ def test_a_file_in_the_cache_that_others_cut_off_or_replaced_by_a_link_is_fetche
     kept.symlink_to(tmp_path / "other")
     assert torch.equal(load(address, cache), BIG)
     assert not kept.is_symlink()
+
+
+def test_a_file_in_the_cache_that_others_wrote_to_is_fetched_anew(
+    web: Web, address: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(address, cache)
+    (kept,) = files_in(cache)
+    content = bytearray(kept.read_bytes())
+    content[-1] ^= 1
+    kept.write_bytes(content)
+    assert torch.equal(load(address, cache), BIG)
+    assert f"{kept} was changed by others" in caplog.text
+    assert kept.read_bytes() == web.files["/m/model.safetensors"]
+    # What was only touched, or copied, is the same.
+    age(kept, 2)
+    web.forget()
+    for _ in range(2):
+        assert torch.equal(load(address, cache), BIG)
+    assert web.total == 2 * (64 << 10)
+
+
+@pytest.mark.parametrize("sums", [None, "", "[", "{}", '{"files": {"model.safetensors": 3}}', "[" * 4096])
+def test_a_file_whose_checksum_was_lost_is_fetched_anew(web: Web, address: str, cache: Path, sums: str | None) -> None:
+    load(address, cache)
+    (kept,) = files_in(cache)
+    if sums is None:
+        kept.with_name(SUMS).unlink()
+    else:
+        kept.with_name(SUMS).write_text(sums)
+    web.forget()
+    assert torch.equal(load(address, cache), BIG)
+    assert web.total >= len(web.files["/m/model.safetensors"])
+    assert Checksum.known(kept).digest == hashlib.sha256(kept.read_bytes()).hexdigest()
+
+
+def test_what_is_in_the_cache_can_be_verified(address: str, cache: Path) -> None:
+    assert torch.equal(load(address, cache, verify="sha256"), BIG)
+    (kept,) = files_in(cache)
+    status = kept.stat()
+    content = bytearray(kept.read_bytes())
+    content[-1] ^= 1
+    kept.write_bytes(content)
+    # As a failing disk would do it.
+    os.utime(kept, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(SourceReadError, match=f"{kept} has the checksum"):
+        load(address, cache, verify="sha256")
 
 
 @pytest.mark.parametrize("named", ["", "a\0b", "~nobody-of-that-name/cache"])

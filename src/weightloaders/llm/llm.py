@@ -262,18 +262,22 @@ class LLM:
         *,
         weight_loader: str | type[BaseWeightLoader] | BaseWeightLoader | None = None,
         weight_loader_kwargs: Mapping[str, Any] | None = None,
+        atomic: bool = False,
         **load_options: Any,
     ) -> LoadReport:
         """Fill the same model again, in place: whoever holds the model or a parameter sees the new values.
 
-        If that fails before anything was written, the model is as it was. If it fails on the way, the model is marked,
-        and `generate` refuses it until a reload succeeds.
+        That all fits, and that the files are those that were looked at, is known before anything is written; if
+        something is wrong there, the model is as it was. If it fails on the way, the model is marked, and `generate`
+        refuses it until a reload succeeds.
 
         Args:
             source: Where the new weights lie; or weights themselves, as `load_into` takes them. Default: where the last
                 ones came from.
             weight_loader: The loader. Default: the last one, with its options.
             weight_loader_kwargs: The loader's options.
+            atomic: Whether the model is to keep its old weights until all the new ones are there, also if it fails on
+                the way. That takes the weights' memory once more.
             load_options: Those of ``rules``, ``on_missing``, ``on_unexpected``, ``on_mismatch``, ``progress``,
                 ``verify``, ``automatic`` and ``transfer`` that shall differ from what this LLM was made with.
 
@@ -287,7 +291,7 @@ class LLM:
         odd = sorted(load_options.keys() - self._load_options.keys())
         if odd:
             raise ConfigError(f"reload_weights: {unknown(odd[0], self._load_options)}")
-        options = {**self._load_options, **load_options}
+        options = {**self._load_options, **load_options, **({"atomic": True} if atomic else {})}
         if source is not None and not isinstance(source, str | Path):
             return self._engine.reload_weights(source, **options)
         if source is None:

@@ -115,9 +115,10 @@ class BinaryLoader(BaseWeightLoader):
     def _meta_for(self, data: str, listing: Listing) -> str:
         own = _own_meta(data)
         meta = self.meta_file if listing.problems([own]) else own
-        if listing.problems([meta]):
+        if problems := listing.problems([meta]):
+            # Where there is one that can't be looked at, that is what is wrong.
             raise SourceNotFoundError(
-                f"no description for {data} in {listing.where}: neither {own} nor {meta}",
+                f"no description for {data} in {listing.where}: neither {own} nor {meta}, which {problems[meta]}",
                 file=f"{listing.where}/{data}",
                 hint="name it with meta_file=..., or use another loader if this is no raw binary file",
             )

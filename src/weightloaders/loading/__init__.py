@@ -1,5 +1,6 @@
 """Joining the parts: from a loader and a model to a filled model and a report."""
 
+from weightloaders.loading.aside import load_aside
 from weightloaders.loading.context import LoadContext
 from weightloaders.loading.loading import (
     default_weight_loader,
@@ -24,6 +25,7 @@ __all__ = [
     "handed_pairs",
     "is_borrowed",
     "load",
+    "load_aside",
     "load_given",
     "load_origin",
     "load_planned",

@@ -16,6 +16,7 @@ from weightloaders.errors import (
     PlanError,
     SourceError,
     SourceNotFoundError,
+    SourceReadError,
     WeightLoadersError,
     summary,
 )
@@ -33,6 +34,7 @@ from weightloaders.proving import proved
 from weightloaders.targets import check_is_module
 from weightloaders.transfer.forecast import forecast
 from weightloaders.weights.collector import collector_paused
+from weightloaders.weights.system_errors import advice
 from weightloaders.weights.weights import Stream, Weights, as_weights
 
 if TYPE_CHECKING:
@@ -132,9 +134,13 @@ def _naming(loader: Any, what: str, source: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceError
         name = type(loader).__name__
-        raise kind(f"{name}.{what} failed: {summary(error)}", file=source, plugin=_plugin_of(loader) or name) from error
+        where: dict[str, Any] = {"file": source, "plugin": _plugin_of(loader) or name}
+        kind: type[SourceError] = SourceError
+        if isinstance(error, OSError):
+            kind = SourceNotFoundError if isinstance(error, FileNotFoundError) else SourceReadError
+            where["hint"] = advice(error)
+        raise kind(f"{name}.{what} failed: {summary(error)}", **where) from error
 
 
 def _plugin_of(loader: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import LoadError, PlanError
+from weightloaders.errors import LoadError, PlanError, SourceReadError
 from weightloaders.loading.checking import check_files, inspection_for, parts_of, recorded
 from weightloaders.loading.nesting import active_watches, is_nested, watching
 from weightloaders.loading.origin import origin_of
@@ -24,6 +24,7 @@ from weightloaders.transfer.coverage import Coverage
 from weightloaders.transfer.engine import Transfer, Transferred
 from weightloaders.transfer.mapped import Mapped, mapped
 from weightloaders.transfer.memory import first_unwritable, is_plain
+from weightloaders.transfer.sources import check_unchanged, sources_of
 from weightloaders.transfer.streamed import StreamedTransfer
 from weightloaders.weights.collector import collector_paused, collector_resumed
 from weightloaders.weights.info import TensorInfo
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weightloaders.loading.context import LoadContext
+    from weightloaders.loading.status import Mark
     from weightloaders.report import LoadReport
     from weightloaders.targets import Target, Targets
     from weightloaders.transfer.engine import ProgressEvent
@@ -83,6 +85,7 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
     hooks.before_load(plan)
     warn_of(plan)
     check_files(plan, context)
+    _check_unchanged(plan)
     work = groundwork(model, now, context, plan.unfilled, plan.tied)
     inspection = inspection_for(context)
     with show_progress(context) as progress, marking(model) as mark:
@@ -97,15 +100,18 @@ def _run(plan: LoadPlan, model: nn.Module, targets: Targets, context: LoadContex
         try:
             with context.timed("transfer"):
                 steps = _without_aliases(_besides(views, plan.steps))
-                moved = _transfer(steps, model, context, progress, weights, inspection)
+                moved = _transfer(steps, model, context, progress, weights, inspection, mark)
+            views.check_unchanged()
         except BaseException as error:
             # Ctrl-C does not say what was written.
             mark.touched = mark.touched or not isinstance(error, LoadError) or bool(error.written)
+            mark.written = {*mark.written, *views.names}
             if isinstance(error, LoadError):
                 error.written = tuple(sorted({*error.written, *views.names}))
+            views.let_go()
             raise
         mark.touched = True
-        views.check_unchanged()
+        mark.written = {target.name for target in _filled_by(plan)}
         _tell(views, moved)
         for watch in active_watches():
             for target in _filled_by(plan):
@@ -145,6 +151,7 @@ def _transfer(
     progress: Callable[[ProgressEvent], object],
     weights: Weights,
     inspection: Inspection,
+    mark: Mark,
 ) -> Transferred:
     kind: Callable[..., Transfer | StreamedTransfer] = Transfer
     if inspection.is_wanted:
@@ -155,12 +162,19 @@ def _transfer(
         kind = StreamedTransfer
     called = {step.target.name: step.target.tensor for step in steps if isinstance(step, CallStep)}
     if not called:
-        return kind(steps, options=context.transfer, progress=progress).run()
+        return _moved(kind(steps, options=context.transfer, progress=progress), mark)
     watch = Coverage(called)
     with watching(model, watch):
-        moved = kind(steps, options=context.transfer, progress=progress, handed=watch.hand_out).run()
+        moved = _moved(kind(steps, options=context.transfer, progress=progress, handed=watch.hand_out), mark)
     settle(watch, model, context, "the parameters' own weight_loader", moved)
     return moved
+
+
+def _moved(transfer: Transfer | StreamedTransfer, mark: Mark) -> Transferred:
+    try:
+        return transfer.run()
+    finally:
+        mark.written = transfer.written
 
 
 def _filled_by(plan: LoadPlan) -> Iterator[Target]:
@@ -180,6 +194,14 @@ def _check_same_model(plan: LoadPlan, then: Targets, now: Targets) -> None:
             f"the plan was made for another model, or the model changed since: {changed!r} is not what it was",
             plan=plan, tensor=changed, hint="make the plan again",
         )  # fmt: skip
+
+
+def _check_unchanged(plan: LoadPlan) -> None:
+    """A file that was exchanged or cut since it was catalogued is found before the others are written."""
+    try:
+        check_unchanged(sources_of(plan.steps))
+    except SourceReadError as error:
+        raise LoadError.of(error, ()) from error
 
 
 def _check_writable(plan: LoadPlan) -> None:

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Literal
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weightloaders.errors import HalfLoadedModelError
+from weightloaders.errors import HalfLoadedModelError, LoadError, WeightLoadersError
+from weightloaders.plan import listed
 from weightloaders.targets import modules_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import Collection, Iterator, MutableMapping
 
     from torch import nn
 
     from weightloaders.loading.origin import Origin
 
-# Where a module keeps why it is half-loaded: a copy of a half-loaded model, pickled or not, is one too.
+# Where a module keeps why it is half-loaded, and what was written: a copy of such a model, pickled or not, is one too.
 _FAILED = "_weightloaders_failed"
 # By identity, and held weakly: it must neither keep a model alive nor depend on how it compares.
 _loaded: MutableMapping[nn.Module, Origin | None] = WeakIdKeyDictionary()
@@ -34,10 +35,12 @@ class Mark:
     Attributes:
         touched: Whether it has touched its model yet.
         origin: What it loaded the model from, where that can be told.
+        written: The parameters that it has written, in whole or in part, as far as its error doesn't say so.
     """
 
     touched: bool = False
     origin: Origin | None = None
+    written: Collection[str] = ()
 
 
 @contextlib.contextmanager
@@ -52,8 +55,12 @@ def marking(model: nn.Module) -> Iterator[Mark]:
     except BaseException as error:
         if mark.touched:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
+            written = tuple(sorted(error.written if isinstance(error, LoadError) else mark.written))
             for _, module in modules_of(model):
-                vars(module)[_FAILED] = why
+                vars(module)[_FAILED] = why, written
+            if not isinstance(error, WeightLoadersError):
+                # Ctrl-C, which has no place for it.
+                error.add_note(f"the model is half-loaded: {listed(written) if written else 'none'} written so far")
             _loaded.pop(model, None)
         raise
     for _, module in modules_of(model):
@@ -61,7 +68,7 @@ def marking(model: nn.Module) -> Iterator[Mark]:
     _loaded[model] = mark.origin
 
 
-def _reason(model: nn.Module) -> str | None:
+def _reason(model: nn.Module) -> tuple[str, tuple[str, ...]] | None:
     # A wrapper is as usable as what it wraps.
     return next((vars(module)[_FAILED] for _, module in modules_of(model) if _FAILED in vars(module)), None)
 
@@ -82,6 +89,9 @@ def check_usable(model: nn.Module) -> None:
     """Raise `HalfLoadedModelError` if the last load into a model, or into a part of it, failed on the way."""
     reason = _reason(model)
     if reason is not None:
+        why, written = reason
         raise HalfLoadedModelError(
-            f"this model is half-loaded: {reason}", hint="load it again, completely, before it is used or saved"
+            f"this model is half-loaded: {why}",
+            written=written,
+            hint="load it again, completely, before it is used or saved",
         )

@@ -138,6 +138,7 @@ class _Loading:
             name: tensor for name, tensor in targets.tensors.items() if callable(getattr(tensor, "weight_loader", None))
         }
         self.moved = Transferred()
+        mark.written = self.moved.written
         self.sources: dict[str, str] = {}
         self.parts: dict[str, Provenance] = {}
         self._is_recorded = context.verify.record
@@ -257,17 +258,19 @@ class _Loading:
         if not plan.steps:
             return
         self._mark.touched = True
+        transfer = Transfer(plan.steps, options=self._options, handed=self._handed)
         try:
-            moved = Transfer(plan.steps, options=self._options, handed=self._handed).run()
+            moved = transfer.run()
         except LoadError as error:
             error.written = tuple(sorted({*self.moved.written, *error.written}))
             raise
+        finally:
+            self.moved.written |= transfer.written
         self.sources.update(sources_of(plan))
         if self._is_recorded:
             self.parts.update(parts_of(plan))
         self._recorder.add(plan.steps)
         plan.steps.clear()
-        self.moved.written |= moved.written
         self.moved.infinities.extend(moved.infinities)
 
     def origin(self) -> Origin:

@@ -258,6 +258,7 @@ def _by_others(
         except BaseException as error:
             touched = tuple(watch.finish(model).touched)
             mark.touched = mark.touched or bool(touched)
+            mark.written = touched
             if isinstance(error, LoadError):
                 error.written = tuple(dict.fromkeys((*error.written, *touched)))
             if isinstance(error, SourceError):

@@ -57,8 +57,8 @@ class Convert:
 
     def __init__(
         self,
-        sources: str | Sequence[str],
-        targets: str | Sequence[str],
+        sources: str | Sequence[str | Pattern],
+        targets: str | Sequence[str | Pattern],
         function: str | Callable[..., Any],
         **sizes: Any,
     ) -> None:
@@ -322,10 +322,12 @@ def _numbered(text: str, index: int) -> str:
     return pattern.filled(dict.fromkeys(pattern.names, str(index)))
 
 
-def _patterns(texts: str | Sequence[str], what: str) -> tuple[Pattern, ...]:
+def _patterns(texts: str | Sequence[str | Pattern], what: str) -> tuple[Pattern, ...]:
     if not isinstance(texts, str | Sequence):
         raise RuleError(f"the {what}s of a conversion are a pattern or several, not {texts!r}")
-    patterns = tuple(Pattern(text) for text in ([texts] if isinstance(texts, str) else texts))
+    given = [texts] if isinstance(texts, str) else texts
+    # Those of another rule are patterns already.
+    patterns = tuple(text if isinstance(text, Pattern) else Pattern(text) for text in given)
     if not patterns or not all(pattern.text for pattern in patterns):
         raise RuleError(f"Convert needs at least one {what}, and none may be empty")
     return patterns

@@ -199,6 +199,24 @@ class RuleMapper:
         """What each of these was to match."""
         return [_sought(rule) for rule in self._unused.values()]
 
+    def overtaken(self, names: Iterable[str]) -> dict[str, tuple[str, str]]:
+        """Renames that matched nothing because another one was applied before, as `unused` tells them.
+
+        Args:
+            names: The source's.
+
+        Returns:
+            For each a name that it would have matched, and what that had become by then.
+        """
+        found = {}
+        for rule in [rule for rule in self._unused.values() if isinstance(rule, Rename)]:
+            name = next((name for name in names if rule.apply(name) is not None), None)
+            others = RuleMapper([other for other in self.rules if other is not rule], self._own, config=self._config)
+            claim = None if name is None else others.claim(name)
+            if name is not None and claim is not None and claim.target not in ("", name):
+                found[f"{rule}{self._suffix}"] = name, claim.target
+        return found
+
     def left_behind(self, names: Iterable[str]) -> list[tuple[str, list[str], str | None]]:
         """What belongs to weights that a rule takes, but not by that rule: biases, scales, zero points.
 

@@ -215,16 +215,18 @@ def _missing_finding(
     if hint is None and not futile:
         hint = absent_part(placing, names)
     if hint is None:
-        hint = futile
-        if placing.filled:
-            hint += f"{'; or ' if hint else ''}the checkpoint is incomplete: fetch or export it again"
-        shape = everything[names[0]].shape
-        near = suggest.nearest(names[0], [n for n in plan.unexpected if n in infos and infos[n].shape == shape])
+        ways = [futile] if futile else []
+        near = _namesake(placing, names[0], infos)
         if near is not None:
-            hint += f"{'; or ' if hint else ''}if {near!r} is what the model calls {names[0]!r}, rename it with a rule"
+            ways.append(f"if {near!r} is what the model calls {names[0]!r}, rename it with a rule")
         if placing.filled:
+            ways.append("the checkpoint is incomplete: fetch or export it again")
             part = groups[0].partition(".* (")[0] if len(groups) == 1 else names[0]
-            hint += f"; or have it initialised instead: on_missing={{{part!r}: 'warn'}}"
+            ways.append(f"have it initialised instead: on_missing={{{part!r}: 'warn'}}")
+        elif plan.unexpected:
+            there = listed(suggest.grouped(plan.unexpected, infos))
+            ways.append(f"the source holds {there}: say what it is in the model, by rules=[Rename(old, new)]")
+        hint = "; or ".join(ways)
     return Finding(
         "missing",
         severity,
@@ -233,6 +235,16 @@ def _missing_finding(
         _neighbours_file(placing, names[0]) or _first_file(infos),
         hint or None,
     )
+
+
+def _namesake(placing: Placing, name: str, infos: Mapping[str, TensorInfo]) -> str | None:
+    """Which tensor that nobody wants may be a parameter that is missing: of its shape, and called nearly the same."""
+    shape = placing.targets.by_name[name].shape
+    alike = [n for n in placing.plan.unexpected if n in infos and infos[n].shape == shape]
+    # Whatever else it is called, it is of the same layer, the same expert.
+    numbers = [part for part in name.split(".") if part.isdecimal()]
+    same_place = [n for n in alike if [part for part in n.split(".") if part.isdecimal()] == numbers]
+    return suggest.nearest(name, alike) or suggest.nearest(name, same_place, cutoff=0.0)
 
 
 def _neighbours_file(placing: Placing, name: str) -> str | None:

@@ -24,10 +24,11 @@ from weightloaders.transfer.schedule import Schedule
 from weightloaders.transfer.sources import check_unchanged, direct_reads, habits_for, sources_of
 from weightloaders.transfer.workspace import Stopped, Workspace
 from weightloaders.weights.reading import read_tensor
+from weightloaders.weights.system_errors import advice
 from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from weightloaders.targets import Target
     from weightloaders.transfer.devices import Device
@@ -123,6 +124,9 @@ class Transfer:
         handed: Told of each tensor that goes to foreign code.
         open_device: The accelerator of a name; None for the host.
         filled: Told of each target in the host's memory as soon as all of it is written, from any thread.
+
+    Attributes:
+        written: Names of the parameters that were written to, however it ended.
     """
 
     def __init__(
@@ -158,9 +162,10 @@ class Transfer:
         self._begun: Counter[str] = Counter()
         # And how many are still to be done, where somebody wants to know. What was filled may be written to once more
         # by code of others.
-        self._filled = None if any(isinstance(step, CallStep) for step in steps) else filled
+        self._filled = None if filled is None or any(isinstance(step, CallStep) for step in steps) else filled
         self._left: Counter[str] = Counter()
         self._result = Transferred(how=how(self._options, habits))
+        self.written: set[str] = set()
 
     def run(self) -> Transferred:
         """Do all of it.
@@ -197,7 +202,7 @@ class Transfer:
             if self._space.direct is not None:
                 self._result.extra_memory += self._space.direct.most_held
                 self._result.notes += self._space.direct.notes
-            self._result.written = self._written()
+            self.written = self._result.written = self._written()
             touched = [t.tensor for step in self._steps for t in step_targets(step) if t.name in self._result.written]
             bump_versions(tensor for tensor in touched if is_plain(tensor) and not tensor.is_meta)
         return self._result
@@ -217,7 +222,7 @@ class Transfer:
             return
         threads = threads_that_fit(min(self._threads, len(jobs)))
         schedule = Schedule(jobs)
-        with ThreadPoolExecutor(max(threads, 1), "weightloaders") as pool:
+        with self._ended(ThreadPoolExecutor(max(threads, 1), "weightloaders")) as pool:
             pending = set()
             # Where the system gives no more threads, those that there are do all of it.
             with contextlib.suppress(RuntimeError):
@@ -236,6 +241,19 @@ class Transfer:
                 self._space.stop()
                 raise
         self._space.forget_buffers()
+
+    @contextlib.contextmanager
+    def _ended(self, pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
+        """A pool whose threads have ended with the block, also where Ctrl-C comes while they are waited for."""
+        try:
+            yield pool
+        finally:
+            try:
+                pool.shutdown()
+            except BaseException:
+                self._space.stop()
+                pool.shutdown()
+                raise
 
     def _run_here(self, jobs: Sequence[Job]) -> None:
         """Code of others (a loader's `read`, a rule's function) runs one at a time, on the caller's thread.
@@ -272,6 +290,7 @@ class Transfer:
         try:
             with self._space.holding(job.held):
                 job.work()
+            self._tell_filled(job)
         except Stopped:
             raise
         except SourceReadError as error:
@@ -287,17 +306,23 @@ class Transfer:
         except Exception as error:
             name = job.targets[0].name
             raise LoadError(
-                f"filling {name} failed: {type(error).__name__}: {error}", tensor=name, file=job.file or None
+                f"filling {name} failed: {type(error).__name__}: {error}",
+                tensor=name,
+                file=job.file or None,
+                hint=advice(error) if isinstance(error, OSError) else None,
             ) from error
         self._advance(job)
-        if self._filled is not None:
-            with self._lock:
-                self._left.subtract(target.name for target in job.targets)
-                done = {target.name: target for target in job.targets if not self._left[target.name]}
-            for target in done.values():
-                # What is on the way to an accelerator may not have arrived.
-                if target.tensor.is_cpu:
-                    self._filled(target)
+
+    def _tell_filled(self, job: Job) -> None:
+        if self._filled is None:
+            return
+        with self._lock:
+            self._left.subtract(target.name for target in job.targets)
+            done = {target.name: target for target in job.targets if not self._left[target.name]}
+        for target in done.values():
+            # What is on the way to an accelerator may not have arrived.
+            if target.tensor.is_cpu:
+                self._filled(target)
 
     def _stopped_at(self, job: Job, at: int | None) -> str:
         """The target that a job was reading when it failed; those behind it were not touched."""

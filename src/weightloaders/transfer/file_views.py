@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
+import os
+import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.dlpack
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weightloaders.errors import WeightLoadersError
 from weightloaders.weights.info import contiguous_strides
 
 if TYPE_CHECKING:
     from weightloaders.weights.source import FileSource
 
 logger = logging.getLogger(__name__)
+
+_libc = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
+if _libc is not None:
+    _libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
+    )  # fmt: skip
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
 
 # By what tells storages apart. It is not given to another one as long as there is a reference, be it a weak one.
 _views: dict[int, StorageWeakRef] = {}
@@ -26,21 +41,42 @@ _prune_at = _PRUNED_FROM
 def map_file(source: FileSource, nbytes: int) -> torch.Tensor | str:
     """The first bytes of a file, mapped copy on write; or why it can't be mapped, as a sentence, which is logged.
 
-    No descriptor stays open, as it would with Python's own mapping.
+    No descriptor stays open, as it would with Python's own mapping, or with torch's where the system refuses.
 
     Raises:
         SourceReadError: If the file is not what it was when the source was made.
     """
     source.check_unchanged()
     try:
-        storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
-    except (RuntimeError, ValueError) as error:  # a ValueError: a name that torch can't say
-        why = f"{source.name} can't be mapped and is read: {str(error).splitlines()[0]}"
+        return _mapped(source, nbytes)
+    except (OSError, RuntimeError, ValueError) as error:
+        if isinstance(error, WeightLoadersError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        why = f"{source.name} can't be mapped and is read: {reason}"
         logger.warning("%s", why)
         return why
-    # The name may lead to another file by now.
-    source.check_unchanged()
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+
+
+def _mapped(source: FileSource, nbytes: int) -> torch.Tensor:
+    if sys.platform == "win32" or _libc is None:
+        storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
+        # The name may lead to another file by now.
+        source.check_unchanged()
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    descriptor = source.open()
+    try:
+        source.check_same(os.fstat(descriptor))
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
+    finally:
+        os.close(descriptor)
+    if address in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * nbytes).from_address(address)
+    # Tensors keep `memory`; with it, the mapping goes. At the end of the process nothing needs to.
+    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @torch.inference_mode(False)

@@ -88,6 +88,9 @@ class HandedTensors:
                     yield info, tensor
                     del tensor
                 else:
+                    with naming(info):
+                        # Where it was cut, the system ends a process that touches what was behind.
+                        check_unchanged([info.extents[0].source])
                     self.bytes_mapped += info.nbytes
                     yield info, view_of(memory, info.extents[0].offset, info.dtype, info.shape)
 

@@ -45,6 +45,7 @@ class Mapped:
     note: str = ""
     _sources: list[FileSource] = field(default_factory=list)
     _existing: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _views: list[tuple[FileSource, torch.Tensor]] = field(default_factory=list)
 
     def put_in(self) -> None:
         """Give parameters that have memory the file's instead. Each stays the same object."""
@@ -52,6 +53,17 @@ class Mapped:
             for tensor, view in self._existing:
                 tensor.data = view
         bump_versions(tensor for tensor, _ in self._existing)
+
+    @torch.inference_mode(False)
+    def let_go(self) -> None:
+        """Give tensors memory of their own, without values, whose file is not what it was.
+
+        Where a file was cut, the system ends a process that touches what was behind.
+        """
+        changed = {source for source in self._sources if not _is_unchanged(source)}
+        for source, tensor in self._views:
+            if source in changed:
+                tensor.data = torch.zeros_like(tensor)
 
     def check_unchanged(self) -> None:
         """Raise `LoadError` if a file that is mapped is not what it was."""
@@ -91,7 +103,7 @@ def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> M
             continue
         result._sources.append(source)  # noqa: SLF001 -- one module
         for step, _, offset in places:
-            _add(result, step.target, view_of(memory, offset, step.target.dtype, step.target.shape))
+            _add(result, source, step.target, view_of(memory, offset, step.target.dtype, step.target.shape))
     count = len(result.names)
     result.note = f"{count} parameter is mapped" if count == 1 else f"{count} parameters are mapped"
     if reasons:
@@ -99,16 +111,26 @@ def mapped(steps: Iterable[Step], device_of: Callable[[str], torch.device]) -> M
     return result
 
 
-def _add(result: Mapped, target: Target, view: torch.Tensor) -> None:
+def _is_unchanged(source: FileSource) -> bool:
+    try:
+        source.check_unchanged()
+    except SourceReadError:
+        return False
+    return True
+
+
+def _add(result: Mapped, source: FileSource, target: Target, view: torch.Tensor) -> None:
     old = target.tensor
     result.names.add(target.name)
     result.nbytes += view.nbytes
     if not old.is_meta:
         result._existing.append((old, view))  # noqa: SLF001 -- one module
+        result._views.append((source, old))  # noqa: SLF001 -- one module
         return
     new = torch.nn.Parameter(view, requires_grad=old.requires_grad) if type(old) is torch.nn.Parameter else view
     new.__dict__.update({**old.__dict__, **new.__dict__})
     result.twins[id(old)] = new
+    result._views.append((source, new))  # noqa: SLF001 -- one module
 
 
 def _place(step: Step, device_of: Callable[[str], torch.device]) -> tuple[CopyStep, FileSource, int] | str:

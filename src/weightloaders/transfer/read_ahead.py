@@ -22,6 +22,7 @@ from weightloaders.plan import single_run
 from weightloaders.transfer.reuse import ReusedMemory
 from weightloaders.transfer.sources import MAX_GAP, habits_for, read_runs, reads_of, sources_in
 from weightloaders.weights.reading import enough_memory, memory_of, read_tensor
+from weightloaders.weights.system_errors import advice
 from weightloaders.weights.threads import threads_that_fit
 
 if TYPE_CHECKING:
@@ -290,7 +291,10 @@ def naming(info: TensorInfo) -> Iterator[None]:
     except Exception as error:
         file = info.extents[0].source.name if info.extents else None
         raise LoadError(
-            f"reading {info.name} failed: {type(error).__name__}: {error}", tensor=info.name, file=file
+            f"reading {info.name} failed: {type(error).__name__}: {error}",
+            tensor=info.name,
+            file=file,
+            hint=advice(error) if isinstance(error, OSError) else None,
         ) from error
 
 

@@ -39,6 +39,9 @@ class StreamedTransfer:
         handed: Told of each tensor that goes to foreign code.
         stream: The source's own way; see `weightloaders.Weights.describe`.
         borrowed: Whether the tensors that it hands out are reused.
+
+    Attributes:
+        written: Names of the parameters that were written to, however it ended.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class StreamedTransfer:
         self._stream, self._borrowed = stream, borrowed
         self._sources = sources_of(steps)
         self._result = Transferred(how={**how(options, habits_for(self._sources, options)), "mode": "stream"})
+        self.written = self._result.written
         infos: dict[int, TensorInfo] = {}
         # By the identity of what is known of a tensor: the steps that take it, and of these how many are not done yet.
         self._takers: dict[int, list[Step]] = defaultdict(list)
@@ -83,8 +87,7 @@ class StreamedTransfer:
             self._take_all()
             check_unchanged(self._sources)
         except WeightLoadersError as error:
-            written = {*self._result.written, *(error.written if isinstance(error, LoadError) else ())}
-            raise LoadError.of(error, written) from error
+            raise LoadError.of(error, self.written) from error
         if self._result.bytes_read:
             self._result.bytes_by_path = {"streamed": self._result.bytes_read}
         return self._result
@@ -128,8 +131,11 @@ class StreamedTransfer:
     def _move(self, steps: Sequence[Step]) -> None:
         if not steps:
             return
-        moved = Transfer(steps, options=self._options, handed=self._handed).run()
-        self._result.written |= moved.written
+        transfer = Transfer(steps, options=self._options, handed=self._handed)
+        try:
+            moved = transfer.run()
+        finally:
+            self.written |= transfer.written
         self._result.infinities.extend(moved.infinities)
         # What the steps take is held here already, and was counted there once more.
         taken = sum({id(info): info.nbytes for step in steps for info in step_infos(step)}.values())

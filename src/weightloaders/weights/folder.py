@@ -23,6 +23,7 @@ from weightloaders.errors import (
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.index import MAX_INDEX_BYTES
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.system_errors import unreadable
 from weightloaders.weights.texts import read_small_file
 
 if TYPE_CHECKING:
@@ -114,7 +115,9 @@ class FolderListing:
                     odd[path.name] = kind
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SourceNotFoundError(f"there is no folder {self.folder}", file=self.folder) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise unreadable(f"can't list the folder {self.folder}", error, self.folder) from error
+        except ValueError as error:
             raise SourceReadError(f"can't list the folder {self.folder}: {error}", file=self.folder) from error
         return frozenset(names), odd
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import SourceNotFoundError, SourceReadError
+from weightloaders.weights.system_errors import advice, unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -32,6 +33,7 @@ _MOST_VIEWS = 1000
 _MAX_READ = 1 << 30
 # Where bytes come as an object of their own, and are copied.
 _MAX_COPIED = 1 << 24
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
 _SEQUENTIAL: int = getattr(os, "POSIX_FADV_SEQUENTIAL", 0)
 
 
@@ -114,6 +116,7 @@ class FileSource(ByteSource):
 
     Raises:
         SourceNotFoundError: If there is no such file, or it is not a regular file.
+        SourceReadError: If the system does not let it be looked at.
     """
 
     __slots__ = ("_stat", "name", "path")
@@ -123,9 +126,15 @@ class FileSource(ByteSource):
         self.name = str(path)
         try:
             status = self.path.stat()
-        except (OSError, ValueError) as error:  # a ValueError: a name that no file can have
-            reason = getattr(error, "strerror", None) or error
-            raise SourceNotFoundError(f"can't open {self.name}: {reason}", file=self.name) from error
+        except ValueError as error:
+            raise SourceNotFoundError(f"can't open {self.name}: {error}", file=self.name) from error
+        except OSError as error:
+            if error.errno not in _NO_SUCH_FILE:
+                raise unreadable(f"can't open {self.name}", error, self.name) from error
+            reason = error.strerror or error
+            raise SourceNotFoundError(
+                f"can't open {self.name}: {reason}", file=self.name, hint=advice(error)
+            ) from error
         # Opening a named pipe would wait for ever, so the kind is asked for before anything is opened.
         if not stat.S_ISREG(status.st_mode):
             raise SourceNotFoundError(f"{self.name} is not a regular file", file=self.name)
@@ -209,9 +218,7 @@ class FileSource(ByteSource):
                 file=self.name,
                 hint="it may be a read-only mapping; give the model memory of its own, e.g. by copying its parameters",
             )
-        return SourceReadError(
-            f"reading {self.name} at byte {offset} failed: {error.strerror or error}", at=offset, file=self.name
-        )
+        return unreadable(f"reading {self.name} at byte {offset} failed", error, self.name, at=offset)
 
     def open(self, flags: int = 0) -> int:
         """A new descriptor of the file, for whoever closes it.
@@ -237,7 +244,7 @@ class FileSource(ByteSource):
         try:
             status = self.path.stat()
         except OSError as error:
-            raise SourceReadError(f"{self.name} went away: {error.strerror or error}", file=self.name) from error
+            raise unreadable(f"{self.name} went away", error, self.name) from error
         self.check_same(status)
 
     def check_same(self, status: os.stat_result) -> None:
@@ -264,6 +271,13 @@ def behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
             return [view[count:], *views[at + 1 :]]
         count -= len(view)
     return []
+
+
+def _status(source: FileSource, descriptor: int) -> os.stat_result:
+    try:
+        return os.fstat(descriptor)
+    except OSError as error:
+        raise unreadable(f"{source.name} can't be looked at", error, source.name) from error
 
 
 @dataclass(slots=True)
@@ -304,7 +318,7 @@ class _OpenFiles:
             entry.users += 1
         try:
             # Also for a file that was open already: its content may have been changed in place since.
-            source.check_same(os.fstat(entry.descriptor))
+            source.check_same(_status(source, entry.descriptor))
             yield entry.descriptor
         finally:
             with self._lock:
@@ -323,7 +337,7 @@ class _OpenFiles:
                 self._close_idle(keep=0)
                 return source.open()
         except OSError as error:
-            raise SourceReadError(f"can't open {source.name}: {error.strerror or error}", file=source.name) from error
+            raise unreadable(f"can't open {source.name}", error, source.name) from error
 
     def _close_idle(self, keep: int) -> None:
         idle = [key for key, entry in self._entries.items() if not entry.users]

@@ -1,15 +1,17 @@
 """A local cache of whole files, each under what tells its content: address, ``ETag`` and size.
 
 A file is downloaded beside its place and moved there when it is whole, so what is there is whole, and processes that
-want the same one at the same time don't disturb each other: one downloads, the others wait for it. What was not used
-for longest goes first once there is more than fits, but nothing that was used within the last hour. All of it lies in a
-sub-folder with a name of its own, in folders that are named by hashes, and nothing else is ever removed.
+want the same one at the same time don't disturb each other: one downloads, the others wait for it. Beside it lies its
+checksum, so that what others have changed since is noticed, and ``verify="sha256"`` has something to go by. What was
+not used for longest goes first once there is more than fits, but nothing that was used within the last hour. All of it
+lies in a sub-folder with a name of its own, in folders that are named by hashes, and nothing else is ever removed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import re
@@ -20,6 +22,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightloaders import Checksum
 from weightloaders.errors import OptionsError, SourceReadError
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.weights.locks import locked
@@ -29,6 +32,7 @@ from weightloaders.weights.threads import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import BinaryIO
 
     from weightloaders import ByteSource, Listing
 
@@ -44,6 +48,9 @@ _BETWEEN_LOOKS = 0.1
 _UNFINISHED = ".unfinished-"
 # In the folder that the user names there may be anything.
 _OWN = "weightloaders-remote-cache"
+# Beside a file, so that whoever verifies it finds it there.
+_SUMS = "SHA256SUMS.json"
+_MAX_SUMS = 1 << 12
 _ENTRY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -101,7 +108,7 @@ class Cache:
         place = self._place_of(source)
         if _is_whole(place, source.size):
             with contextlib.suppress(OSError):
-                os.utime(place)
+                os.utime(place.with_name(_SUMS))
             return FileSource(place)
         if only_headers_are_wanted():
             return source
@@ -140,20 +147,23 @@ class Cache:
         logger.info("downloading %s (%s bytes) into %s", source.name, f"{source.size:,}", self.folder)
         draft = place.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
         try:
-            with draft.open("xb") as file:
+            with draft.open("xb") as file, draft.open("rb") as written:
                 file.truncate(source.size)
-                writing = threading.Lock()
+                writing, following = threading.Lock(), _Following(written)
 
                 def fetch(start: int) -> None:
                     content = source.read(start, min(_PART, source.size - start))
                     with writing:
                         file.seek(start)
                         file.write(content)
+                        file.flush()
+                    following.add(start, len(content))
 
                 in_parallel(fetch, range(0, source.size, _PART))
-                file.flush()
                 os.fsync(file.fileno())
+            # Without it the file does not count, so nothing is lost if this is as far as it comes.
             draft.replace(place)
+            _write_sums(place, following.digest())
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink()
@@ -186,13 +196,72 @@ class Cache:
                 total -= size
 
 
+class _Following:
+    """The sha256 of a file that is being written in parts, in any order: what is there from the start on is hashed.
+
+    Whoever writes the part that was awaited does it, while the others go on.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._sum = file, hashlib.sha256()
+        self._written: dict[int, int] = {}
+        self._turn = threading.Lock()
+        self._end = 0
+
+    def add(self, start: int, length: int) -> None:
+        """A part was written."""
+        self._written[start] = length
+        if self._turn.acquire(blocking=False):
+            try:
+                self._follow()
+            finally:
+                self._turn.release()
+
+    def digest(self) -> str:
+        """The checksum, once all of it is written."""
+        # What came while somebody else had the turn.
+        self._follow()
+        return self._sum.hexdigest()
+
+    def _follow(self) -> None:
+        while self._written.get(self._end):
+            length = self._written.pop(self._end)
+            self._file.seek(self._end)
+            self._sum.update(self._file.read(length))
+            self._end += length
+
+
 def _is_whole(place: Path, size: int) -> bool:
-    """Whether a file of this size lies there: others may have cut it off, or put a link to something else there."""
+    """Whether the file lies there as it was written: others may have cut it off, replaced it, or written to it."""
     try:
         status = place.lstat()
-    except OSError:
+        sums = json.loads(place.with_name(_SUMS).read_bytes()[:_MAX_SUMS])["files"][place.name]
+        digest, time_ns = sums["sha256"], sums["mtime_ns"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
-    return stat.S_ISREG(status.st_mode) and status.st_size == size
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        return False
+    if status.st_mtime_ns == time_ns:
+        return True
+    if Checksum("sha256", digest, "the cache").of(FileSource(place)) != digest:
+        logger.warning("%s was changed by others: it is fetched anew", place)
+        return False
+    # Copied, or touched.
+    with contextlib.suppress(OSError):
+        _write_sums(place, digest)
+    return True
+
+
+def _write_sums(place: Path, digest: str) -> None:
+    """Write down what a file comes to, as `weightloaders.ChecksumList` reads it, and when it was written."""
+    draft = place.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}")
+    entry = {"sha256": digest, "mtime_ns": place.stat().st_mtime_ns}
+    try:
+        draft.write_text(json.dumps({"files": {place.name: entry}}) + "\n")
+        draft.replace(place.with_name(_SUMS))
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink()
 
 
 class CachedFolder:

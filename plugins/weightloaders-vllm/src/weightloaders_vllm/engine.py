@@ -143,6 +143,8 @@ class VllmEngine:
         """
         if not isinstance(source, str | Path):
             raise ConfigError("engine='vllm' reads weights in its own processes: name where they lie")
+        if options.pop("atomic", False):
+            raise ConfigError("engine='vllm' fills its workers in place: atomic=True can't be had there")
         extra = _extra(loader, loader_kwargs, options)
         check(FORMAT, extra)
         answers = self._llm.collective_rpc("weightloaders_reload", args=(str(source), FORMAT, extra))
