@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_an_error(tmp_path):
 
 
 NEEDED = {"int8": ("weight", "weight_scale"), "float8": ("weight", "weight_scale")}
-NEEDED |= {"gptq": ("qweight", "scales", "qzeros", "g_idx"), "awq": ("qweight", "scales", "qzeros")}
+NEEDED |= {"gptq": ("qweight", "scales", "qzeros"), "awq": ("qweight", "scales", "qzeros")}
 
 
 def test_quantised_checkpoints_load_as_by_vllms_own_loader_and_each_of_their_parts_is_needed(tmp_path):
@@ -124,9 +124,13 @@ def test_quantised_checkpoints_load_as_by_vllms_own_loader_and_each_of_their_par
             folder = quantised_checkpoint(tmp_path / kind / name, kind, without=name)
             jobs[kind, name] = {"model": str(folder), "load_format": "weightloaders:local"}
     found = dict(zip(jobs, load(tmp_path, *jobs.values(), ranks=1)[0], strict=True))
+    # Not every processor has kernels for every kind; the weights are in before that is told.
+    assert any("checksums" in result for result in found.values())
     for (kind, name), result in found.items():
         if name == "ours":
-            assert result.get("checksums") == found[kind, "vLLM's own"]["checksums"], (kind, result)
+            own = found[kind, "vLLM's own"]
+            assert result.get("checksums") == own.get("checksums"), (kind, result)
+            assert result.get("said") == own.get("said"), kind
         elif name != "vLLM's own":
             assert result.get("error") == "CoverageError", (kind, name, result.keys())
             assert f"the checkpoint has no {name!r}" in result["said"]
