@@ -2,6 +2,9 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# How many loads, and how many saves, `make test-faults` does.
+FAULTS ?= 300
+SEED ?= 0
 
 VENV := .venv
 VLLM := .venv-vllm
@@ -13,12 +16,13 @@ PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist works
 # weightloaders-checksum is installed to be tested; the files of demo and tests have no checksums.
 export WEIGHTLOADERS_CHECKSUM_UNKNOWN := ignore
 
-.PHONY: help demo test test-all test-vllm check lint types imports docs clean
+.PHONY: help demo test test-all test-faults test-vllm check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through four loaders and let it answer"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, with those that take longer than a minute"
+	@echo "make test-faults  load and save while system calls fail at chosen moments; FAULTS=10000 for a long run"
 	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB)"
 	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
 	@echo "make docs      build the documentation into docs/_build/html"
@@ -33,6 +37,10 @@ test: $(VENV)/dev-ready
 
 test-all: $(VENV)/dev-ready
 	$(PYTEST)
+
+# FAULTS=10000 for the long form. SEED=n: from this one on.
+test-faults: $(VENV)/dev-ready
+	$(BIN)/python -m faults --executions $(FAULTS) --seed $(SEED)
 
 # Its tests run one engine at a time; vLLM reads these settings when it is imported.
 test-vllm: $(VLLM)/ready
