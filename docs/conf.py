@@ -46,7 +46,7 @@ nitpicky = True
 # What other projects document can't be linked to: nothing is fetched while the documentation is built.
 nitpick_ignore_regex = [
     (r"py:(class|obj)", r"(torch|nn|pydantic|pathlib|collections\.abc|re|threading)\..*"),
-    # What stands for a pattern that was read already; users write text.
+    # A field that is nobody's business.
     (r"py:class", r"weightloaders\.mapping\.patterns\.Pattern"),
     (r"py:class", r"Tensor|BaseModel|Path|Hashable|NoneType|AbstractContextManager|[TR]"),
 ]
