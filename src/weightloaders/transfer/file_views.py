@@ -59,7 +59,7 @@ def map_file(source: FileSource, nbytes: int) -> torch.Tensor | str:
 
 
 def _mapped(source: FileSource, nbytes: int) -> torch.Tensor:
-    if _libc is None:
+    if sys.platform == "win32" or _libc is None:
         storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
         # The name may lead to another file by now.
         source.check_unchanged()
