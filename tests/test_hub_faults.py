@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import logging
 import os
@@ -504,6 +506,19 @@ def test_no_token_password_or_signature_is_ever_told(
     assert any("authorization" in headers for headers in hub.api.headers)
     assert hub.storage is not None
     assert not any(TOKEN in str(headers) for headers in hub.storage.headers)
+
+
+def test_the_bar_of_a_download_names_the_file_and_no_address(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(importlib.import_module("huggingface_hub.utils.tqdm"), "HF_HUB_DISABLE_PROGRESS_BARS", False)
+    hub.query = f"?{SIGNATURE * 10}"
+    loaded(cache)
+    assert FIRST in terminal.getvalue()
+    assert SIGNATURE not in terminal.getvalue()
 
 
 def test_a_signed_address_is_told_without_its_signature_in_anybodys_log(

@@ -6,13 +6,14 @@ https://huggingface.co/docs/huggingface_hub/guides/manage-cache. It is read with
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightloaders.errors import (
     IncompleteCheckpointError,
@@ -340,5 +341,19 @@ class Repository:
                 cache_dir=self.access.cache,
                 token=self.access.token,
                 endpoint=self.access.endpoint,
+                **_bar_of(file),
             )
         )
+
+
+def _bar_of(file: str) -> dict[str, Any]:
+    """What has the bar of a download named after the file: else it may be named after an address with a signature."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "desc": file})  # type: ignore[no-untyped-call]
+
+    # Older ones can't be told.
+    return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}
