@@ -2,9 +2,12 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-# How many loads, and how many saves, `make test-faults` does.
+# How many loads, and how many saves, `make test-faults` does; it takes SEED, too.
 FAULTS ?= 300
+# Of `make fuzz`: inputs for each reader, what they are drawn from, and which readers (default: all).
+EXECUTIONS ?= 4000
 SEED ?= 0
+TARGETS ?=
 
 VENV := .venv
 VLLM := .venv-vllm
@@ -16,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist works
 # weightloaders-checksum is installed to be tested; the files of demo and tests have no checksums.
 export WEIGHTLOADERS_CHECKSUM_UNKNOWN := ignore
 
-.PHONY: help demo test test-all test-faults test-vllm check lint types imports docs clean
+.PHONY: help demo test test-all test-faults fuzz test-vllm check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through four loaders and let it answer"
@@ -24,6 +27,7 @@ help:
 	@echo "make test-all  run the tests, with those that take longer than a minute"
 	@echo "make test-faults  load and save while system calls fail at chosen moments; FAULTS=10000 for a long run"
 	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB)"
+	@echo "make fuzz      read hostile and broken files by the thousand (EXECUTIONS=1000000: by the million)"
 	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
 	@echo "make docs      build the documentation into docs/_build/html"
 	@echo "make clean     back to a fresh clone: remove the environment, caches and prepared models"
@@ -42,6 +46,9 @@ test-all: $(VENV)/dev-ready
 test-faults: $(VENV)/dev-ready
 	$(BIN)/python -m faults --executions $(FAULTS) --seed $(SEED)
 
+fuzz: $(VENV)/dev-ready
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m fuzz $(TARGETS) --executions $(EXECUTIONS) --seed $(SEED)
+
 # Its tests run one engine at a time; vLLM reads these settings when it is imported.
 test-vllm: $(VLLM)/ready
 	VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet plugins/weightloaders-vllm/tests
@@ -56,6 +63,7 @@ types: $(VENV)/dev-ready
 	for platform in linux win32 darwin; do \
 		$(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform || exit 1; \
 	done
+	$(BIN)/mypy --platform linux --cache-dir .mypy_cache/linux --package fuzz
 
 imports: $(VENV)/dev-ready
 	$(BIN)/lint-imports
@@ -66,7 +74,7 @@ docs: $(VENV)/dev-ready
 
 clean:
 	rm -rf $(VENV) $(VLLM) .demo build dist docs/_build
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems ship venv without the pip it copies; there the pip of $(PYTHON) fills the environment from outside.

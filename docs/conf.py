@@ -46,6 +46,8 @@ nitpicky = True
 # What other projects document can't be linked to: nothing is fetched while the documentation is built.
 nitpick_ignore_regex = [
     (r"py:(class|obj)", r"(torch|nn|pydantic|pathlib|collections\.abc|re|threading)\..*"),
+    # A field that is nobody's business.
+    (r"py:class", r"weightloaders\.mapping\.patterns\.Pattern"),
     (r"py:class", r"Tensor|BaseModel|Path|Hashable|NoneType|AbstractContextManager|[TR]"),
 ]
 

@@ -134,7 +134,7 @@ def hands_out_what_it_keeps():
         extent = info.extents[0]
         return kept.setdefault((extent.source.identity, info.name), weights[info.name])
 
-    return suite(with_read(read)), {WRITING: "was written with these values"}
+    return suite(with_read(read)), {WRITING: "is read otherwise than it was written"}
 
 
 def ties_what_is_equal():
@@ -198,7 +198,7 @@ def clears_its_memory_on_closing():
             infos = [wl.TensorInfo(i.name, i.dtype, i.shape, read=lambda i=i: read(i)) for i in weights.infos()]
             return wl.Weights.describe(infos, close=close)
 
-    return suite(Faulty), {OUTLIVE: "and read as"}
+    return suite(Faulty), {OUTLIVE: "is read otherwise than it was written"}
 
 
 def makes_tensors_where_torch_does_by_default():
@@ -263,6 +263,30 @@ def does_not_tell_case():
     return suite(described(lambda info, _: info.renamed(info.name.lower()))), {"test_names_are_kept": "two tensors"}
 
 
+def unwraps_names():
+    faulty = described(lambda info, _: info.renamed(info.name.removeprefix("module.")))
+    return suite(faulty), {"test_names_are_kept": "the names differ"}
+
+
+def leaves_out_what_counts_batches():
+    class Faulty(LocalLoader):
+        def get_weights(self, model_name_or_path):
+            infos = super().get_weights(model_name_or_path).infos()
+            return wl.Weights.describe([info for info in infos if not info.name.endswith("num_batches_tracked")])
+
+    return suite(Faulty), {"test_names_are_kept": "the names differ"}
+
+
+def reads_16_mib_and_no_more():
+    def read(info, weights):
+        tensor = weights[info.name].clone()
+        if tensor.nbytes > 1 << 24:
+            tensor.view(-1)[1 << 22 :] = 0
+        return tensor
+
+    return suite(with_read(read)), {"test_every_kind_of_shape_is_exact": "is read otherwise than it was written"}
+
+
 def writes_memory_as_it_lies():
     class Suite(Sound):
         def write_checkpoint(self, folder, tensors):
@@ -275,7 +299,7 @@ def writes_memory_as_it_lies():
 
             return super().write_checkpoint(folder, {name: lying(tensor) for name, tensor in tensors.items()})
 
-    return Suite, {"test_strided_tensors_are_exact": "was written with these values"}
+    return Suite, {"test_strided_tensors_are_exact": "is read otherwise than it was written"}
 
 
 def fills_only_weights():
@@ -310,7 +334,7 @@ def keeps_what_it_read_of_a_path():
             kept[place] = weights[info.name]
         return kept[place].clone()
 
-    return suite(with_read(read)), {"test_a_replaced_checkpoint_is_read_anew": "was written with these values"}
+    return suite(with_read(read)), {"test_a_replaced_checkpoint_is_read_anew": "is read otherwise than it was written"}
 
 
 def reads_ascii_paths_alone():
@@ -345,6 +369,26 @@ def sets_what_others_go_by(change):
 def seeds_torch():
     loader = sets_what_others_go_by(lambda _: torch.rand(()))
     return suite(loader), {"test_nothing_else_in_the_process_changes": "reading changed torch's random numbers"}
+
+
+def seeds_torch_as_it_always_does():
+    loader = sets_what_others_go_by(lambda _: torch.manual_seed(0))
+    return suite(loader), {"test_nothing_else_in_the_process_changes": "reading changed torch's random numbers"}
+
+
+def sets_the_usual_dtype():
+    loader = sets_what_others_go_by(lambda _: torch.set_default_dtype(torch.float32))
+    said = "reading changed the default dtype"
+    return suite(loader), {"test_nothing_else_in_the_process_changes": said}
+
+
+def touches_its_files():
+    def touch(path):
+        if Path(path).is_file():
+            os.utime(path)
+
+    said = "reading, or writing into a tensor, changed the files"
+    return suite(sets_what_others_go_by(touch)), {"test_writing_into_a_tensor_changes_nothing_else": said}
 
 
 def prints():
@@ -617,7 +661,7 @@ def seeks_and_reads():
             infos = [read_from(source, info) for info in weights.infos()]
             return wl.Weights.describe(infos, close=source.file.close)
 
-    return suite(Faulty), {THREADS: "was written with these values", "test_a_model_is_filled": ""}
+    return suite(Faulty), {THREADS: "is read otherwise than it was written", "test_a_model_is_filled": ""}
 
 
 def closes_for_others():
@@ -731,8 +775,10 @@ def has_anothers_name():
 FAULTS = [
     reuses_a_buffer, hands_out_what_it_keeps, ties_what_is_equal, maps_the_file_to_be_written, maps_the_file_read_only,
     clears_its_memory_on_closing, makes_tensors_where_torch_does_by_default, hands_out_parameters,
-    knows_one_dtype_too_few, declares_too_few_dtypes, knows_one_nan, keeps_what_it_read_of_a_path,
-    reads_ascii_paths_alone, reads_absolute_paths_alone, seeds_torch, prints, says_only_that_it_is_bad,
+    knows_one_dtype_too_few, declares_too_few_dtypes, knows_one_nan, keeps_what_it_read_of_a_path, unwraps_names,
+    leaves_out_what_counts_batches, reads_16_mib_and_no_more, seeds_torch_as_it_always_does, sets_the_usual_dtype,
+    touches_its_files, reads_ascii_paths_alone, reads_absolute_paths_alone, seeds_torch, prints,
+    says_only_that_it_is_bad,
     casts_what_is_not_declared, declares_too_few_shapes, has_no_scalars, does_not_tell_case,
     writes_memory_as_it_lies, fills_only_weights, reads_everything_on_opening, keeps_what_it_mapped_on_opening,
     reads_listed_files_otherwise, answers_otherwise_for_listed_files,

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from weightloaders import load_into, open_weights
 from weightloaders.errors import (
     AmbiguousSourceError,
     CheckpointFormatError,
@@ -552,6 +553,23 @@ def test_in_an_ordinary_folder_links_are_followed(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors").symlink_to(elsewhere)
     assert select_files(folder).files == ("model.safetensors",)
+
+
+def test_a_link_that_leads_elsewhere_after_it_was_catalogued_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "model.safetensors", w=torch.full((3,), float(ord(name))))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "a" / "model.safetensors")
+    with open_weights(folder) as weights:
+        (folder / "link").symlink_to(tmp_path / "b" / "model.safetensors")
+        (folder / "link").replace(folder / "model.safetensors")
+        assert weights["w"].tolist() == [ord("a")] * 3
+        model = torch.nn.Module()
+        model.w = torch.nn.Parameter(torch.zeros(3))
+        with pytest.raises(WeightLoadersError, match="was changed after it was catalogued"):
+            load_into(model, weights, progress=False)
 
 
 def test_in_the_hubs_cache_links_into_the_repositorys_own_blobs_are_followed(snapshot: Path) -> None:

@@ -11,10 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +19,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.hub_server import COMMIT as OLD
+from tests.hub_server import NEWER as NEW
+from tests.hub_server import Hub, servers
 from weightloaders import LLM, from_pretrained, load_into, open_weights
 from weightloaders.errors import (
     AmbiguousSourceError,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from weightloaders.weights.weights import Weights
 
 INDEX = "model.safetensors.index.json"
-OLD, NEW = "0" * 40, "1" * 40
 TOKEN = "hf_thisIsSecret"
 
 
@@ -73,83 +72,16 @@ def values(weights: Weights) -> dict[str, int | float]:
 # ------------------------------------------------------------------ a hub
 
 
-@dataclass
-class Hub:
-    """A server with the two routes of the hub that loading needs."""
-
-    url: str = ""
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=lambda: {"main": OLD})
-    repository: str = "org/name"
-    # What every request is answered with instead: a status and the hub's error code.
-    refuses: tuple[int, str] | None = None
-    # A file that is listed, but refused.
-    withholds: str = ""
-    asked: list[str] = field(default_factory=list)
-    tokens: set[str | None] = field(default_factory=set)
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        if self.refuses is not None:
-            return self.refuses[0], {"X-Error-Code": self.refuses[1]}, b"{}"
-        listing = f"/api/models/{self.repository}/revision/"
-        if path.startswith(listing):
-            revision = path.removeprefix(listing)
-            commit = self.branches.get(revision, revision)
-            if commit not in self.commits:
-                return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
-            siblings = [{"rfilename": name} for name in self.commits[commit]]
-            return 200, {}, json.dumps({"id": self.repository, "sha": commit, "siblings": siblings}).encode()
-        files = f"/{self.repository}/resolve/"
-        if path.startswith(files):
-            commit, _, name = path.removeprefix(files).partition("/")
-            if name == self.withholds:
-                return 403, {}, b"{}"
-            content = self.commits[commit][name]
-            return 200, {"ETag": f'"{abs(hash(content)):x}"', "X-Repo-Commit": commit}, content
-        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-
-    @property
-    def downloaded(self) -> set[str]:
-        return {
-            path.split("/resolve/")[1].partition("/")[2] for path in self.asked if path.startswith("GET /org/name/res")
-        }
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     import huggingface_hub.constants
 
-    state = Hub(commits={OLD: dict(SHARDED)})
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            state.asked.append(f"{self.command} {self.path}")
-            state.tokens.add(self.headers.get("Authorization"))
-            status, headers, body = state.answer(self.path.partition("?")[0])
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        do_HEAD = do_GET
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("HF_ENDPOINT", state.url)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with servers() as start:
+        hub = Hub(start(), commits={OLD: dict(SHARDED)})
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
 
 
 @pytest.fixture
@@ -526,16 +458,17 @@ def test_every_request_goes_to_the_mirror(hub: Hub, cache: Path, monkeypatch: py
     HuggingFaceLoader(cache_dir=cache).get_weights("org/name").close()
     host, port = hub.url.removeprefix("http://").split(":")
     assert reached <= {(host, int(port))}
-    assert len(hub.asked) == 1 + 2 * 3  # the listing; a HEAD and a GET for each of three files
+    # The listing; a HEAD and a GET for each of three files; and a HEAD before the index, and one before the shards.
+    assert len(hub.asked) == 1 + 2 * 3 + 2
 
 
 def test_what_was_downloaded_loads_offline_afterwards(hub: Hub, cache: Path) -> None:
     loader = HuggingFaceLoader(cache_dir=cache)
     loader.get_weights("org/name").close()
-    hub.asked.clear()
+    hub.clear()
     assert values(loader.get_weights("org/name")) == {"a": 1, "b": 2}
     assert hub.asked == ["GET /api/models/org/name/revision/main"]
-    hub.asked.clear()
+    hub.clear()
     assert values(HuggingFaceLoader(cache_dir=cache, local_files_only=True).get_weights("org/name")) == {"a": 1, "b": 2}
     assert not hub.asked
 
@@ -566,7 +499,7 @@ def test_the_branch_still_means_the_whole_old_commit_when_fetching_the_new_one_f
 ) -> None:
     fill(cache, SHARDED)
     hub.commits[NEW], hub.branches["main"] = {**SHARDED, "model-00001-of-00002.safetensors": shard(a=3)}, NEW
-    hub.withholds = "model-00002-of-00002.safetensors"
+    hub.withholds, hub.withheld = (403, ""), "model-00002-of-00002.safetensors"
     loader = HuggingFaceLoader(cache_dir=cache)
     assert values(loader.get_weights("org/name")) == {"a": 1, "b": 2}
     assert "maybe out of date" in caplog.text

@@ -179,7 +179,17 @@ def test_a_pattern_that_leaves_parts_out_is_refused(tmp_path: Path) -> None:
         TorchLoader(file_pattern="consolidated.0[01].pth").get_weights(str(tmp_path))
 
 
-@pytest.mark.parametrize("params", [None, {"model": "another"}, {**PARAMS, "dim": 32}, {**PARAMS, "n_kv_heads": 1}])
+@pytest.mark.parametrize("other", [{"dim": 32}, {"n_heads": 8}, {"vocab_size": 21}, {"hidden_dim": 64}])
+def test_sizes_of_another_model_beside_the_parts_are_named_as_that(tmp_path: Path, other: dict[str, int]) -> None:
+    write(tmp_path, parts_of(llama(), 2), {**PARAMS, **other})
+    with pytest.raises(CheckpointFormatError, match=r"by params\.json, tensor '.*' is .* as a whole") as refused:
+        open_weights(str(tmp_path))
+    assert refused.value.file == f"{tmp_path}/params.json"
+    assert refused.value.tensor is not None
+    assert "axes={" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("params", [None, {"model": "another"}, {**PARAMS, "n_kv_heads": 1}])
 def test_what_no_shape_proves_is_refused_with_what_to_declare(tmp_path: Path, params: Any) -> None:
     write(tmp_path, parts_of(llama(), 2), params)
     with pytest.raises(AmbiguousSourceError, match=r"nothing says how the parts") as refused:

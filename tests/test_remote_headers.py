@@ -10,11 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from safetensors.torch import load_file, save
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from tests.hub_server import COMMIT, NEWER, Handler, Hub, Web, servers
 from weightloaders import from_pretrained, load_into, open_weights, plan_load
 from weightloaders.cli.main import app
 from weightloaders.errors import (
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-COMMIT, NEWER = "0" * 40, "1" * 40
 INDEX = "model.safetensors.index.json"
 TOKEN = "hf_thisIsSecret"
 SECRET = "s3cr3t"
@@ -61,79 +57,6 @@ SLACK = 300 << 10
 # ------------------------------------------------------------------ servers
 
 
-@dataclass
-class Web:
-    """A server of files by path, with ranges, that remembers what it was asked for and counts what it sent."""
-
-    url: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
-    # Paths that are answered in another way: with a status, headers and a body; None for the file itself.
-    odd: dict[str, Callable[[Handler], tuple[int, dict[str, str], bytes] | None]] = field(default_factory=dict)
-    # Whatever is asked for, when nothing else answers.
-    route: Callable[[str], tuple[int, dict[str, str], bytes] | bytes | None] | None = None
-    ranges: bool = True
-    sent: Counter[str] = field(default_factory=Counter)
-    asked: list[str] = field(default_factory=list)
-    headers: list[dict[str, str]] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        return sum(self.sent.values())
-
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    web: Web
-
-    def do_GET(self) -> None:
-        web, path = self.web, unquote(urlsplit(self.path).path)
-        web.asked.append(self.path)
-        web.headers.append({name.lower(): value for name, value in self.headers.items()})
-        answer: Any = web.odd[path](self) if path in web.odd else None
-        if answer is None:
-            answer = web.files.get(path)
-        if answer is None and web.route is not None:
-            answer = web.route(path)
-        if answer is None:
-            answer = (404, {}, b"not here")
-        status, headers, body = self.part(answer) if isinstance(answer, bytes) else answer
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            if value:
-                self.send_header(name, value)
-        self.end_headers()
-        if self.command == "HEAD":
-            return
-        # In pieces, so that what is counted is not much more than what the other side took.
-        for at in range(0, len(body), 1 << 14):
-            try:
-                self.wfile.write(body[at : at + (1 << 14)])
-            except OSError:
-                self.close_connection = True
-                return
-            web.sent[path] += len(body[at : at + (1 << 14)])
-
-    do_HEAD = do_GET
-
-    def part(self, content: bytes) -> tuple[int, dict[str, str], bytes]:
-        headers = {"ETag": f'"{hash(content):x}"'}
-        if "Range" not in self.headers or not self.web.ranges:
-            return 200, headers, content
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        if first >= len(content):
-            return 416, {"Content-Range": f"bytes */{len(content)}"}, b""
-        part = content[first : last + 1]
-        return 206, {**headers, "Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(content)}"}, part
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-class Server(ThreadingHTTPServer):
-    def handle_error(self, *args: Any) -> None:
-        """Connections that the other side gave up are what some tests are about."""
-
-
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Web]]:
     """Starts servers; the process may use the network."""
@@ -141,78 +64,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Web]]:
 
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    running = []
-
-    def start() -> Web:
-        web = Web()
-        server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"web": web}))
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        running.append((server, thread))
-        web.url = f"http://127.0.0.1:{server.server_port}"
-        return web
-
-    yield start
-    # Connections that are kept for the next request would keep their threads.
-    huggingface_hub.close_session()
-    for server, thread in running:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with servers() as start:
+        yield start
 
 
 @pytest.fixture
 def web(serve: Callable[[], Web]) -> Web:
     return serve()
-
-
-@dataclass
-class Hub:
-    """A hub whose large files lie on another server, as on the real one; nothing else of it is used."""
-
-    api: Web
-    storage: Web
-    commits: dict[str, dict[str, bytes]]
-    main: str = COMMIT
-    # What files are refused with: a status and the hub's code.
-    withholds: tuple[int, str] | None = None
-
-    def __post_init__(self) -> None:
-        self.api.route = self.answer
-        self.storage.route = lambda path: self.commits[path.split("/")[1]].get(path.split("/", 2)[2])
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes] | bytes | None:
-        listing, files = "/api/models/org/name/revision/", "/org/name/resolve/"
-        if path.startswith(listing):
-            revision = path.removeprefix(listing)
-            commit = self.main if revision == "main" else revision
-            if commit not in self.commits:
-                return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
-            siblings = [{"rfilename": name} for name in self.commits[commit]]
-            return 200, {}, json.dumps({"id": "org/name", "sha": commit, "siblings": siblings}).encode()
-        if path.startswith(files):
-            if self.withholds is not None:
-                return self.withholds[0], {"X-Error-Code": self.withholds[1]}, b"{}"
-            commit, _, name = path.removeprefix(files).partition("/")
-            content = self.commits[commit].get(name)
-            if content is None:
-                return 404, {"X-Error-Code": "EntryNotFound"}, b""
-            facts = {
-                "X-Repo-Commit": commit,
-                "X-Linked-Etag": f'"{hash(content):x}"',
-                "X-Linked-Size": str(len(content)),
-            }
-            return 302, {"Location": f"{self.storage.url}/{commit}/{name}", **facts}, b"moved"
-        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-
-    @property
-    def listings(self) -> int:
-        return sum("/api/" in path for path in self.api.asked)
-
-    def clear(self) -> None:
-        for web in (self.api, self.storage):
-            web.asked.clear(), web.headers.clear(), web.sent.clear()
 
 
 @pytest.fixture
@@ -524,7 +382,7 @@ def test_of_a_commit_that_is_cached_the_hub_is_asked_only_whether_the_branch_is_
 def test_looking_at_a_newer_commit_leaves_the_cache_usable_offline(
     hub: Hub, snapshot: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.commits[NEWER], hub.main = {"model.safetensors": shard(a=3)}, NEWER
+    hub.commits[NEWER], hub.branches["main"] = {"model.safetensors": shard(a=3)}, NEWER
     assert values(described(cache_dir=cache)) == {"a": 3}
     assert values(described(cache_dir=cache, local_files_only=True)) == {"a": 1, "b": 2}
 
@@ -542,7 +400,7 @@ def test_a_link_in_the_cache_that_leads_out_is_refused(hub: Hub, snapshot: Path,
 def test_files_that_are_listed_but_refused_leave_the_cache_with_a_warning(
     hub: Hub, snapshot: Path, cache: Path, refusal: tuple[int, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub.commits[NEWER], hub.main = {"model.safetensors": shard(a=3)}, NEWER
+    hub.commits[NEWER], hub.branches["main"] = {"model.safetensors": shard(a=3)}, NEWER
     hub.withholds = refusal
     assert values(described(cache_dir=cache)) == {"a": 1, "b": 2}
     assert "maybe out of date" in caplog.text

@@ -30,7 +30,6 @@ from weightloaders.errors import (
     OptionsError,
     SourceError,
     SourceNotFoundError,
-    SourceReadError,
     UnsafeCheckpointError,
 )
 from weightloaders.loaders.torch import TorchLoader
@@ -346,15 +345,23 @@ def test_reading_sparse_tensors_leaves_nothing_for_torch_to_trip_over() -> None:
         assert torch.equal(torch.load(io.BytesIO(source.data), weights_only=True)["s"].to_dense(), dense())
 
 
-def test_a_tensor_for_which_there_is_no_memory_is_named_with_its_file() -> None:
-    # More than any machine can address, in a file of a kilobyte.
-    size = 1 << 57
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], (size,), check_invariants=True)
-    file = read_torch(saved({"expanded": torch.ones(1).expand(size), "sparse": sparse}))
-    for info in file.infos:
-        with pytest.raises(SourceReadError, match=f"not enough memory for tensor '{info.name}'") as refused:
-            read_tensor(info)
-        assert (refused.value.tensor, refused.value.file) == (info.name, "memory.pt")
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_tensor_that_a_few_numbers_are_blown_up_to_is_refused_before_memory_is_asked_for(legacy: bool) -> None:
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (1 << 57,), check_invariants=True)
+    large = {"expanded": torch.ones(1).expand(1 << 57), "sparse": sparse, "gigabyte": torch.ones(1).expand(1 << 28)}
+    for name, tensor in large.items():
+        source = saved({name: tensor}, _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(CheckpointFormatError, match="too many for a file of") as refused:
+            read_torch(source)
+        assert (refused.value.tensor, refused.value.file) == (name, "memory.pt")
+    # What each may, all may not together.
+    with pytest.raises(CheckpointFormatError, match="too many for a file of"):
+        read_torch(saved({f"e{i}": torch.ones(1).expand(1 << 20) for i in range(5)}))
+
+
+def test_an_expanded_mask_is_read() -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool).expand(2048, 2048)
+    assert torch.equal(values(read_torch(saved({"mask": mask})))["mask"], mask)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
@@ -924,7 +931,7 @@ def test_the_hand_made_pickle_is_as_torch_reads_it() -> None:
         (("1", 6, (6,), (1,)), "lacks the record of its storage '1'"),
         (("0", 1 << 55, (1 << 55,), (1,)), "storage '0'"),
         (("0", 1 << 62, (1 << 62,), (1,)), "storage|damaged"),
-        (("0", 6, (1 << 61,), (0,)), "absurd"),
+        (("0", 6, (1 << 61,), (0,)), "too many for a file"),
         (("0", -6, (1,), (1,)), "contradicts itself"),
     ],
     ids=["longer", "shorter", "beyond", "stride", "offset", "absent", "huge", "overflow", "expanded", "negative"],

@@ -193,3 +193,22 @@ def test_a_tar_archive_is_told_for_what_it_is_with_the_way_to_save_it_anew(tmp_p
     with pytest.raises(CheckpointFormatError, match="first releases of torch") as refused:
         open_weights(tmp_path / "model.pt")
     assert "weights_only=False" in (refused.value.hint or "")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_files_of_another_pickle_protocol_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(3, 4), "b": torch.randn(3).bfloat16()}
+    path = tmp_path / "model.bin"
+    torch.save(tensors, path, pickle_protocol=3, _use_new_zipfile_serialization=False)
+    with open_weights(str(path)) as weights:
+        read = dict(weights)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) for name, tensor in torch.load(path, weights_only=True).items())
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_a_protocol_that_torch_does_not_read_weights_only_is_named(tmp_path: Path, protocol: int) -> None:
+    path = tmp_path / "model.bin"
+    torch.save({"w": torch.ones(2)}, path, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    with pytest.raises(WeightLoadersError, match="uses a pickle protocol that torch does not read weights-only"):
+        open_weights(str(path))

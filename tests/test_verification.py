@@ -155,6 +155,13 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_what_it_must_be(
     assert not ran.exists()
 
 
+def test_a_link_to_nowhere_beside_the_config_is_no_concern_of_who_does_not_read_it(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to("nowhere")
+    for verify in (None, "sha256"):
+        from_pretrained(folder, verify=verify, **QUIET)
+
+
 def test_what_nobody_has_a_checksum_of_beside_the_weights_is_told(folder: Path) -> None:
     (folder / "SHA256SUMS").write_text(f"{sha256((folder / WEIGHTS).read_bytes())}  {WEIGHTS}\n")
     report = from_pretrained(folder, verify="sha256", **QUIET)[1]

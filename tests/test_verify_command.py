@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -145,6 +146,15 @@ def test_values_that_are_not_finite_are_told_where_they_are_asked_for(folder: Pa
     said = verify(file, "--allow-unknown", "--finite", status=1)
     assert said["tensors"] == [{"name": "odd", "status": "wrong", "why": "1 NaN and 1 infinite, the first at [1, 2]"}]
     assert said["m.safetensors"] == "unknown"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_is_no_file_is_told_as_such(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("nowhere")
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert verify(folder, status=1) == {**ALL_OK, "tokenizer.json": "wrong", "config.json": "wrong"}
 
 
 def test_what_can_not_be_asked_at_all_is_an_error(folder: Path) -> None:

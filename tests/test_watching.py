@@ -28,7 +28,7 @@ from weightloaders.errors import CoverageError, HalfLoadedModelError, LoadError,
 from weightloaders.loading.context import LoadContext, current_context, within
 from weightloaders.targets import Targets
 from weightloaders.testing.isolation import isolated_registry
-from weightloaders.transfer.coverage import Coverage
+from weightloaders.transfer.coverage import Coverage, Cut
 from weightloaders.transfer.regions import Regions, View
 
 if TYPE_CHECKING:
@@ -1147,3 +1147,22 @@ def test_regions_agree_with_a_mask(seed: int) -> None:
             assert regions.covers(View.of(view)) == bool(part.all())
             if view.is_contiguous():
                 assert regions.touches(View.of(view)) == bool(part.any())
+
+
+def test_parts_that_several_processes_used_of_a_tensor_make_it_whole_or_not() -> None:
+    def cut(rows: slice, columns: slice) -> Cut:
+        watch = Coverage({})
+        with watch:
+            for _, tensor in watch.track([("weight", torch.ones(4, 6))]):
+                part = tensor[rows, columns]
+                torch.empty_like(part).copy_(part)
+        return watch.finish(nn.Module()).cut["weight"]
+
+    every = slice(None)
+    for first, second in (
+        (cut(slice(0, 2), every), cut(slice(2, 4), every)),
+        (cut(every, slice(0, 3)), cut(every, slice(3, 6))),
+    ):
+        assert first.is_made_whole_by([second])
+        assert not first.is_made_whole_by([first])
+        assert not first.is_made_whole_by([cut(slice(3, 4), slice(5, 6))])

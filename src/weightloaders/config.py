@@ -213,6 +213,7 @@ def _resolved(value: str | None, folder: Path) -> str | None:
     path = Path(os.path.expanduser(value))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     if path.is_absolute():
         return str(path)
-    if value.startswith(("./", "../")) or value in (".", "..") or (folder / path).exists():
+    # `Path.exists` fails for a name that is too long.
+    if value.startswith(("./", "../")) or value in (".", "..") or os.path.exists(folder / path):  # noqa: PTH110
         return str(folder / path)
     return value

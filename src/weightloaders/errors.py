@@ -48,11 +48,19 @@ if TYPE_CHECKING:
 # Names of files and tensors come from outside, and may be as long as whoever made them pleased. (A file's own name has
 # at most 255 bytes; what is cut here is longer than any path that people use.)
 _LONG_WORD = re.compile(r"\S{513,}")
+# What a terminal takes for a command, or can't show at all: control characters but for the tab, halves of surrogate
+# pairs, and characters that turn the direction of a text.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def _cut(word: re.Match[str]) -> str:
     text = word[0]
     return f"{text[:200]}…({len(text):,} characters)…{text[-50:]}"
+
+
+def _escaped(text: str) -> str:
+    """A line of text as it can be shown wherever it came from."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class WeightLoadersError(Exception):
@@ -90,13 +98,14 @@ class WeightLoadersError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        lines = [self.message]
+        # A message may have lines; what a file calls itself, or a tensor, may not.
+        lines = [_escaped(line) for line in self.message.split("\n")]
         # A place that the sentence already names is not repeated.
         for label, value in (("file", self.file), ("tensor", self.tensor), ("plugin", self.plugin)):
             if value and value not in self.message:
-                lines.append(f"  {label}: {value}")
+                lines.append(f"  {label}: {_escaped(value)}")
         if self.hint:
-            lines.append(f"  what to do: {self.hint}")
+            lines += [_escaped(line) for line in f"  what to do: {self.hint}".split("\n")]
         return _LONG_WORD.sub(_cut, "\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:

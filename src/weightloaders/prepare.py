@@ -25,7 +25,7 @@ from weightloaders.skeleton import HUB_OPTIONS, Skeleton, build_skeleton, stored
 from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.transfer.options import TransferOption, TransferOptions
 from weightloaders.transfer.verify import Verification
-from weightloaders.weights.folder import FolderListing, is_temporary
+from weightloaders.weights.folder import FolderListing, is_temporary, kind_of
 from weightloaders.weights.habits import asked_for
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.texts import brief
@@ -106,7 +106,8 @@ def check_companions(folder: Path, patterns: Sequence[str], context: LoadContext
     if is_temporary(folder):
         return
     names = sorted(name for name in FolderListing(folder).names if any(fnmatchcase(name, p) for p in patterns))
-    files = [FileSource(folder / name) for name in names]
+    # What is no file can't be used either.
+    files = [FileSource(folder / name) for name in names if kind_of(folder / name) is None]
     context.verify.check_companions(files)
     context.companions.extend(files)
 

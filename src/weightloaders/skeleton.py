@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,9 @@ from weightloaders.mapping.transformers import tied_names
 from weightloaders.quantizers import apply_to, complete, quantisation_for, refusal
 from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CODE = "look at the code that lies with it, and pass trust_remote_code=True if it may run"
 _NO_CONFIG = "give config=<folder or config object>, or name a folder that has a config.json"
 _OF_META = "it is in Meta's layout: name the loader 'meta' (pip install weightloaders-meta), which makes a config of it"
 # Options of the hub, and of the web, that find a config as well as weights.
@@ -203,13 +206,14 @@ def _files_or_explain(
         return model_files(source, hub_options, "config.json", loader)
     except SourceNotFoundError as error:
         where = shown(source)
-        if (Path(source) / ADAPTER_FILE).is_file():
+        # `Path.is_file` fails for a name that is too long.
+        if os.path.isfile(Path(source) / ADAPTER_FILE):  # noqa: PTH113
             raise ModelError(
                 f"{where} holds an adapter (LoRA or the like), which is no model by itself",
                 file=where,
                 hint=ADAPTER_HINT,
             ) from error
-        is_metas = (Path(source) / PARAMS_FILE).is_file()
+        is_metas = os.path.isfile(Path(source) / PARAMS_FILE)  # noqa: PTH113
         raise ModelError(
             f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
         ) from error
@@ -238,8 +242,9 @@ def _config(
                 folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
             )
         except (OSError, ValueError, KeyError) as error:
+            hint = _NO_CONFIG if trust or "trust_remote_code" not in str(error) else _CODE
             raise ModelError(
-                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=_NO_CONFIG
+                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=hint
             ) from error
         kwargs.pop("local_files_only", None)
     if attention is not None:

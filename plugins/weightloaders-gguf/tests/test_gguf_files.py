@@ -136,8 +136,18 @@ def test_several_are_an_error_that_lists_them(many):
             AmbiguousSourceError, match=r"model-IQ4_XS.gguf, model-Q4_K.gguf, model-Q4_K_M.gguf"
         ) as raised:
             wl.open_weights(many, loader)
-        assert ":Q4_K_M" in raised.value.hint
+        assert ":IQ4_XS" in raised.value.hint
         assert "mmproj" not in raised.value.message
+
+
+def test_what_to_say_instead_is_written_as_the_files_have_it(tmp_path):
+    for name in ("m-q4_k_m.gguf", "m-q8_0.gguf"):
+        one(tmp_path / name)
+    with pytest.raises(AmbiguousSourceError) as raised:
+        wl.open_weights(tmp_path)
+    assert raised.value.hint.endswith(f"{tmp_path}:q4_k_m, or file_pattern='*q4_k_m*'")
+    with wl.open_weights(tmp_path, "gguf", file_pattern="*q4_k_m*") as weights:
+        assert weights.skipped_files == {}
 
 
 def test_a_tag_that_fits_several_is_an_error(many):
@@ -314,5 +324,5 @@ def test_only_of_a_folder_on_disk_a_tag_is_suggested(tmp_path):
     for listing, tagged in ((Elsewhere(), False), (wl.FolderListing(tmp_path), True)):
         with pytest.raises(AmbiguousSourceError) as raised:
             GgufLoader().get_listed_weights(listing)
-        assert (":Q4_K_M" in raised.value.hint) is tagged
+        assert (":Q4_0" in raised.value.hint) is tagged
         assert "file_pattern" in raised.value.hint

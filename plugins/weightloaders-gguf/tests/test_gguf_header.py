@@ -134,6 +134,7 @@ REFUSED = {
     "bytes beyond the file": (gguf_file((X,), (tensor("t", (1 << 30,)),), bytes(64)), "ends at byte"),
     "an offset beyond the file": (gguf_file((X,), (tensor("t", (4,), 0, 1 << 40),), bytes(64)), "ends at byte"),
     "an offset that wraps": (gguf_file((X,), (tensor("t", (4,), 0, (1 << 64) - 32),), bytes(64)), "ends at byte"),
+    "an offset of nothing beyond the file": (gguf_file((X,), (tensor("t", (4, 0), 0, 1 << 62),)), "ends at byte"),
     "a crooked offset": (gguf_file((X,), (tensor("t", (4,), 0, 4),), bytes(64)), "no multiple of 32"),
     "an overlap": (gguf_file((X,), (tensor("s", (16,), 0, 0), tensor("t", (4,), 0, 32)), bytes(64)), "overlap"),
     "five dimensions": (gguf_file((X,), (tensor("t", (1,) * 5),), bytes(64)), "5 dimensions"),

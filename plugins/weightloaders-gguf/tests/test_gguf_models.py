@@ -420,21 +420,31 @@ def test_an_empty_tensor_of_endless_rows_is_arranged_at_once(tmp_path, architect
         assert weights[name].shape == dims[::-1]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3moe", "gpt-oss"])
-def test_halves_of_experts_in_different_parts_are_stacked_or_both_files_are_named(tmp_path, architecture):
-    halves = {"ffn_gate_exps": torch.zeros(1, 2, 2), "ffn_up_exps": torch.ones(1, 2, 2)}
+def cut_between(folder, architecture, **halves):
+    """A split model of two files, the first of which ends between the two tensors of experts."""
     for number, (leaf, value) in enumerate(halves.items()):
         said = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
-        path = tmp_path / f"m-{number + 1:05d}-of-00002.gguf"
-        gguf_models.write(path, {f"blk.0.{leaf}.weight": value}, architecture, said)
-    if architecture == "qwen3moe":
-        with wl.open_weights(tmp_path) as weights:
-            assert torch.equal(weights["model.layers.0.mlp.experts.gate_up_proj"], torch.cat([*halves.values()], dim=1))
-        return
-    with pytest.raises(CheckpointFormatError, match=r"00001-of-00002.gguf and .*00002-of-00002.gguf") as raised:
-        wl.open_weights(tmp_path)
-    assert raised.value.tensor == "blk.0.ffn_up_exps.weight"
-    assert "--merge" in raised.value.hint
+        path = folder / f"m-{number + 1:05d}-of-00002.gguf"
+        gguf_models.write(path, {f"blk.0.{leaf}": value}, architecture, said)
+    return folder
+
+
+def test_halves_of_experts_in_different_files_are_stacked(tmp_path):
+    halves = {"ffn_gate_exps.weight": torch.zeros(1, 2, 2), "ffn_up_exps.weight": torch.ones(1, 2, 2)}
+    with wl.open_weights(cut_between(tmp_path, "qwen3moe", **halves)) as weights:
+        assert torch.equal(weights["model.layers.0.mlp.experts.gate_up_proj"], torch.cat([*halves.values()], dim=1))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("weight", (3, 4, 32)), ("bias", (3, 4)), ("weight", (0, 4, 32))])
+def test_halves_that_take_turns_are_so_from_different_files_too(tmp_path, kind, shape):
+    gate, up = torch.rand(shape), torch.rand(shape)
+    due = torch.stack([gate, up], dim=2).flatten(1, 2)
+    with wl.open_weights(
+        cut_between(tmp_path, "gpt-oss", **{f"ffn_gate_exps.{kind}": gate, f"ffn_up_exps.{kind}": up})
+    ) as weights:
+        (name,) = weights
+        assert torch.equal(weights[name], due.mT if kind == "weight" else due)
+        assert [file.name for file in weights.info(name).origins] == [str(p) for p in sorted(tmp_path.iterdir())]
 
 
 # ------------------------------------------------------------------ what is said, but can't be

@@ -309,3 +309,34 @@ def test_importing_the_plugin_imports_neither_torch_nor_numpy():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60)
     assert done.stdout.strip() == "light"
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_objects_are_refused_by_name_and_what_they_pickle_never_runs(tmp_path, save):
+    marker = tmp_path / "marker"
+
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(marker),))
+
+    save(tmp_path / "a.npz", w=np.ones(2), x=np.array([Evil()], dtype=object))
+    with pytest.raises(WeightLoadersError, match="x"), NpzLoader().get_weights(str(tmp_path / "a.npz")) as weights:
+        dict(weights)
+    assert not marker.exists()
+
+
+def test_what_unpacking_says_of_damaged_data_is_no_fault_of_the_disk(tmp_path):
+    """bz2 raises an OSError of damaged data, and zipfile one of a directory that lies before the file."""
+    path = tmp_path / "a.npz"
+    np.savez(path, w=np.ones(2))
+    stored = path.read_bytes()
+    bzip = bytearray(stored)
+    for signature, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        place = stored.index(signature) + at
+        bzip[place : place + 2] = (12).to_bytes(2, "little")
+    end = stored.rindex(b"PK\x05\x06")
+    before = stored[: end + 12] + (1 << 31).to_bytes(4, "little") + stored[end + 16 :]
+    for damaged in (bytes(bzip), before):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointFormatError):
+            NpzLoader().get_weights(str(path))

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+# What these tests share is not a part of any package.
+sys.path.append(str(Path(__file__).parent))
 
 # Read by vLLM when it is imported.
 os.environ.update(
@@ -14,8 +19,5 @@ os.environ.update(
 @pytest.fixture(autouse=True)
 def _one_engine_at_a_time():
     yield
-    try:
-        from vllm.distributed import cleanup_dist_env_and_memory
-    except ImportError:
-        return
-    cleanup_dist_env_and_memory()
+    if "vllm.distributed" in sys.modules:
+        sys.modules["vllm.distributed"].cleanup_dist_env_and_memory()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save_file
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment with it")
 
+import psutil  # noqa: E402
+import vllm_standin  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
+from vllm_checkpoints import LAYER, PROMPTS, change, drop, engine, quantised_checkpoint, tiny_checkpoint  # noqa: E402
 
 import weightloaders  # noqa: E402
 from demo.prepare import PREPARED, SMOLLM2, smollm2_gguf, write_once, write_smollm2  # noqa: E402
 from weightloaders import SamplingParams, open_weights  # noqa: E402
-from weightloaders.errors import ConfigError, CoverageError, LoadError, PlanError, SourceError  # noqa: E402
+from weightloaders.errors import ConfigError, CoverageError, LoadError, ModelError, PlanError, SourceError  # noqa: E402
 from weightloaders.weights.raw import write_raw  # noqa: E402
 
 if TYPE_CHECKING:
@@ -26,13 +29,6 @@ if TYPE_CHECKING:
 
 # vLLM's own warnings are none of ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-PROMPTS = ["The capital of France is", "Water boils at"]
-
-
-def engine(folder, **options) -> vllm.LLM:
-    options = {"dtype": "bfloat16", "max_model_len": 128, "enforce_eager": True, "max_num_seqs": 4, **options}
-    return vllm.LLM(model=str(folder), **options)
 
 
 def written(llm: vllm.LLM) -> list[tuple[list[int], list[float]]]:
@@ -102,44 +98,11 @@ def test_the_facade_hands_over_to_vllm_and_reloads(smollm2, expected):
 # ------------------------------------------------------------------ a tiny Llama
 
 
-def tiny_checkpoint(folder: Path, *, seed: int = 0) -> Path:
-    """A random Llama with SmolLM2's tokenizer, in one file, without ties."""
-    if folder.is_dir():
-        return folder
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="bfloat16",
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(SMOLLM2 / name, folder)
-    return folder
-
-
 @pytest.fixture
 def tiny(tmp_path, smollm2) -> Path:
     return tiny_checkpoint(tmp_path / "tiny")
 
 
-def change(folder: Path, change) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def drop(*names):
-    def change(tensors):
-        for name in names:
-            del tensors[f"model.{name}"]
-
-    return change
-
-
-LAYER = "model.layers.1"
 LINEAR = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
 CASES = {
     "o_proj missing": (drop("layers.1.self_attn.o_proj.weight"), [f"{LAYER}.self_attn.o_proj.weight"]),
@@ -169,6 +132,29 @@ def test_what_vllm_lets_through_is_refused_by_name(case, tiny):
         engine(tiny, load_format="weightloaders:local")
     for name in names:
         assert name in str(caught.value)
+
+
+def test_two_ranks_write_what_two_ranks_write_by_vllms_own_loader_and_leave_no_process_behind(tiny, monkeypatch):
+    # Two workers on the same processors.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    results = []
+    for options in ({}, {"load_format": "weightloaders:local"}):
+        llm = engine(tiny, tensor_parallel_size=2, **options)
+        results.append(written(llm))
+        workers = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in str(p.cmdline())]
+        assert len(workers) >= 2
+        llm.llm_engine.engine_core.shutdown()
+        assert psutil.wait_procs(workers, 60)[1] == []
+        cleanup_dist_env_and_memory()
+    assert results[0] == results[1]
+
+
+def test_a_quantised_model_writes_what_it_writes_by_vllms_own_loader(tmp_path, smollm2):
+    folder = quantised_checkpoint(tmp_path / "int8", "int8")
+    tokens = written(engine(folder))
+    cleanup_dist_env_and_memory()
+    assert written(engine(folder, load_format="weightloaders:local")) == tokens
 
 
 def test_two_files_with_different_values_for_one_name_are_refused(tiny):
@@ -226,6 +212,35 @@ def test_a_reload_gives_the_new_weights_and_refuses_incomplete_ones_before_anyth
     assert written(llm) == first
 
 
+def test_a_reload_that_fails_on_the_way_says_so_and_the_next_one_is_right(tiny, tmp_path):
+    options = {"loader": "vllm_checkpoints:OneByOne", "verify": "finite"}
+    llm = engine(tiny, load_format="weightloaders", model_loader_extra_config=options, enable_prefix_caching=False)
+    first = written(llm)
+    for name, damage, said in (
+        ("nan", lambda tensors: tensors[f"{LAYER}.mlp.up_proj.weight"].fill_(float("nan")), "NaN"),
+        ("k", drop("layers.1.self_attn.k_proj.weight"), "k_proj"),
+        ("o", drop("layers.1.self_attn.o_proj.weight"), "wrote nothing to .*o_proj"),
+    ):
+        damaged = tiny_checkpoint(tmp_path / name, seed=1)
+        change(damaged, damage)
+        with pytest.raises(LoadError, match=said):
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(damaged)})
+        # What is left is of both, and whole.
+        written(llm)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
+        assert written(llm) == first
+
+
+def test_a_model_that_takes_weights_from_further_sources_is_refused(tiny, monkeypatch):
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    further = [DefaultModelLoader.Source("other/model", None)]
+    monkeypatch.setattr(LlamaForCausalLM, "secondary_weights", further, raising=False)
+    with pytest.raises(ModelError, match="other/model"):
+        engine(tiny, load_format="weightloaders:local")
+
+
 def test_the_guides_loader_serves_an_in_house_format(tiny, tmp_path, monkeypatch):
     guide = (PREPARED.parent / "docs" / "how-to" / "vllm.md").read_text(encoding="utf-8")
     (tmp_path / "inhouse.py").write_text(re.search(r"file: inhouse.py -->\n```python\n(.*?)```", guide, re.DOTALL)[1])
@@ -280,3 +295,8 @@ def test_registering_twice_changes_nothing(smollm2):
     weightloaders_vllm.register()
     assert (model_loader._LOAD_FORMAT_TO_MODEL_LOADER, EngineArgs.create_load_config) == before
     assert {"weightloaders", "weightloaders:local", "weightloaders:binary"} <= before[0].keys()
+
+
+def test_the_stand_in_for_vllm_has_names_that_vllm_has():
+    for module, name in vllm_standin.NAMES:
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
+import vllm_standin
 import weightloaders_vllm
+from safetensors.torch import save_file
 from weightloaders_vllm.engine import _extra
 from weightloaders_vllm.options import LoadOptions, check
 
 from weightloaders import LLM
-from weightloaders.errors import ConfigError, MissingDependencyError
+from weightloaders.errors import ConfigError, CoverageError, LoadError, MissingDependencyError
 
 without = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 
@@ -64,3 +70,75 @@ def test_the_facades_arguments_become_a_loaders_config():
             _extra("local", None, wrong)
     with pytest.raises(ConfigError, match="its name"):
         _extra(Own(), None, {})
+
+
+# ------------------------------------------------------------------ with a stand-in for vLLM
+
+
+class Stacked(torch.nn.Module):
+    """Fills itself as vLLM's models do: two tensors in one parameter, and no word about what is missing."""
+
+    packed_modules_mapping: ClassVar = {"qk": ["q", "k"]}
+
+    def __init__(self):
+        super().__init__()
+        self.qk = torch.nn.Linear(4, 8, bias=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            start = {"q.weight": 0, "k.weight": 4}.get(name)
+            if start is not None:
+                self.qk.weight.data[start : start + 4].copy_(tensor[:4])
+        return {"qk.weight"}
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """Register the formats, and fill a model as vLLM does."""
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    formats = vllm_standin.install(monkeypatch)
+    weightloaders_vllm.register()
+    config = SimpleNamespace(
+        model=str(tmp_path), model_weights="", revision=None, hf_text_config=SimpleNamespace(to_dict=dict)
+    )
+
+    def load(tensors, load_format="weightloaders:local", **extra):
+        save_file(tensors, tmp_path / "model.safetensors")
+        model = Stacked()
+        load_config = vllm_standin.EngineArgs(load_format, extra).create_load_config()
+        formats[load_format](load_config).load_weights(model, config)
+        return model
+
+    yield load
+    # What knows the stand-in is not for other tests.
+    for name in [name for name in sys.modules if name.startswith("weightloaders_vllm.")]:
+        del sys.modules[name]
+
+
+def test_the_formats_are_registered_and_fill_a_model(load):
+    q, k = torch.ones(4, 4), torch.full((4, 4), 2.0)
+    for load_format in ("weightloaders", "weightloaders:local"):
+        model = load({"q.weight": q, "k.weight": k}, load_format)
+        assert torch.equal(model.qk.weight, torch.cat([q, k]))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "extra", "error", "said"),
+    [
+        ({"q.weight": torch.ones(4, 4)}, {}, CoverageError, "no 'k.weight'"),
+        ({"q.weight": torch.ones(6, 4), "k.weight": torch.ones(4, 4)}, {}, CoverageError, r"'q.weight' .*\[6, 4\]"),
+        (
+            {name: torch.ones(4, 4) for name in ("q.weight", "k.weight", "bias")},
+            {"on_unexpected": "error"}, CoverageError, "bias",
+        ),
+        (
+            {"q.weight": torch.full((4, 4), float("nan")), "k.weight": torch.ones(4, 4)},
+            {"verify": "finite"}, LoadError, "qk.weight",
+        ),
+        ({}, {"loder": "local"}, ConfigError, "did you mean 'loader'"),
+    ],
+)  # fmt: skip
+def test_what_is_incomplete_or_misspelt_is_refused(load, tensors, extra, error, said):
+    with pytest.raises(error, match=said):
+        load(tensors, **extra)

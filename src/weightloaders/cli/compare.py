@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from weightloaders.cli.common import Json, loader_options, say, say_json, say_table
+from weightloaders.weights.discretion import shown
 
 
 def compare_sources(
@@ -38,7 +39,8 @@ def compare_sources(
     )  # fmt: skip
     if json:
         differences = [asdict(difference) for difference in found.differences]
-        say_json({"a": a, "b": b, "tensors": found.tensors, "same": found.same, "differences": differences})
+        sides = {"a": shown(a), "b": shown(b)}
+        say_json({**sides, "tensors": found.tensors, "same": found.same, "differences": differences})
     else:
         say(str(found))
         if found.differences and not summary:

@@ -21,8 +21,8 @@ from weightloaders.cli.common import (
     say_table,
     settings,
 )
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import natural
-from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

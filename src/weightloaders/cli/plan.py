@@ -35,8 +35,8 @@ from weightloaders.cli.plan_diff import say_difference
 from weightloaders.cli.plan_tree import say_tree
 from weightloaders.cli.plan_ways import forecast_text, ways_of
 from weightloaders.errors import ModelError
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import natural
-from weightloaders.weights.http import shown
 
 if TYPE_CHECKING:
     from weightloaders.cli.plan_ways import Way

@@ -26,9 +26,9 @@ from weightloaders.cli.common import (
 from weightloaders.errors import SourceError, WeightLoadersError
 from weightloaders.weights.checksum_lists import list_about
 from weightloaders.weights.checksums import FileCheck
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import names_weights
-from weightloaders.weights.folder import FolderListing, path_of
-from weightloaders.weights.http import shown
+from weightloaders.weights.folder import FolderListing, kind_of, path_of
 from weightloaders.weights.source import FileSource
 from weightloaders.weights.threads import in_turn
 
@@ -106,7 +106,10 @@ def verify_source(
     except SourceError as error:
         # The other files are looked at all the same, as far as it can be told which they are.
         answer.headers = _Verdict("headers", "wrong", error.message)
-    answer.files = list(_verdicts({file.name: file for file in (*read, *_beside(source, read))}, checksums or ()))
+    beside = list(_beside(source, read))
+    files = {file.name: file for file in (*read, *(FileSource(path) for path in beside if kind_of(path) is None))}
+    answer.files = list(_verdicts(files, checksums or ()))
+    answer.files += [_Verdict(str(path), "wrong", f"it {odd}") for path in beside if (odd := kind_of(path)) is not None]
     if not (answer.files or answer.headers.status == "ok"):
         raise SourceError(answer.headers.why, file=source)
     if json:
@@ -133,7 +136,7 @@ def _say(answer: _Answer) -> None:
 # ------------------------------------------------------------------ which files
 
 
-def _beside(source: str, read: Sequence[ByteSource]) -> Iterator[FileSource]:
+def _beside(source: str, read: Sequence[ByteSource]) -> Iterator[Path]:
     """What lies where the weights lie, and belongs to the model: weights that could not be read, config, tokenizer."""
     from weightloaders.loaders.resolve import MODEL_FILES
 
@@ -141,15 +144,16 @@ def _beside(source: str, read: Sequence[ByteSource]) -> Iterator[FileSource]:
     path = path_of(source)
     if os.path.isfile(path):  # noqa: PTH113 -- pathlib fails at some names
         if not folders:
-            yield FileSource(path)
+            yield path
         return
     for folder in sorted(folders) or [str(path)]:
         if not Path(folder).is_dir():
             continue
-        for name in sorted(FolderListing(Path(folder)).names):
+        listing = FolderListing(Path(folder))
+        for name in sorted({*listing.names, *listing.odd}):
             belongs = _is_one_of(name, MODEL_FILES) or (not folders and names_weights(name))
             if belongs and not _is_one_of(name, _LISTS):
-                yield FileSource(Path(folder) / name)
+                yield Path(folder) / name
 
 
 def _is_one_of(name: str, patterns: Iterable[str]) -> bool:

@@ -18,8 +18,9 @@ from weightloaders.errors import (
 )
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, reader_of, suffix_of
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,14 +80,15 @@ def _meta_model(path: str, dtype: torch.dtype | None) -> torch.nn.Module:
     import transformers
 
     place = path_of(path)
-    folder = place.parent if place.is_file() else place
-    if folder.is_dir() and not (folder / CONFIG_FILE).is_file():
+    folder = place.parent if os.path.isfile(place) else place  # noqa: PTH113 -- `Path` fails for a name that is too long
+    is_local = os.path.isdir(folder)  # noqa: PTH112
+    if is_local and not (folder / CONFIG_FILE).is_file():
         raise SourceNotFoundError(
             f"there is no {CONFIG_FILE} in {folder}, so the shapes of the model are unknown",
             file=folder,
             hint="random weights are made for a transformers model, whose folder or repository holds its config",
         )
-    source = str(folder) if folder.is_dir() else path
+    source = str(folder) if is_local else path
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except OSError as error:

@@ -9,9 +9,10 @@ from weightloaders.errors import OptionsError, SourceNotFoundError
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.loaders.web import WebFolder, split_address
 from weightloaders.weights.candidates import Wanted
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import OTHER_FORMATS, suffix_of
 from weightloaders.weights.files import select_listed
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,13 +6,14 @@ https://huggingface.co/docs/huggingface_hub/guides/manage-cache. It is read with
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
 import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightloaders.errors import (
     IncompleteCheckpointError,
@@ -22,12 +23,14 @@ from weightloaders.errors import (
     SourceNotFoundError,
 )
 from weightloaders.loaders.headers_only import asked_once, only_headers_are_wanted
-from weightloaders.loaders.hub_files import HubFiles, explained
+from weightloaders.loaders.hub_files import HubFiles
+from weightloaders.loaders.hub_trouble import explained, patiently
+from weightloaders.weights.discretion import keep_secrets_out_of_logs, shown, tells_secrets
 from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
 from weightloaders.weights.http import HttpSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from weightloaders.loaders.place import Place
     from weightloaders.weights.source import ByteSource
@@ -135,6 +138,7 @@ class Repository:
         self._passed_over = passed_over
         self.revision = access.revision or "main"
         self._folder = access.cache / f"models--{name.replace('/', '--')}"
+        keep_secrets_out_of_logs()
 
     def obtain(
         self,
@@ -204,7 +208,7 @@ class Repository:
             # What is only looked at is not in the cache, so the cache can't stand for it later.
             if not only_headers_are_wanted():
                 self._remember(files.commit)
-            return result, f"{self.name} at {files.commit} from {self.access.endpoint}"
+            return result, f"{self.name} at {files.commit} from {shown(self.access.endpoint)}"
         except RemoteReadError as error:
             return self._stand_in(from_cache, error)
         except SourceError:
@@ -216,8 +220,7 @@ class Repository:
         """What the cache has instead, after the hub failed."""
         from huggingface_hub import errors
 
-        failure = explained(error, self)
-        message = failure.message
+        message, beside = explained(error, self).message, ""
         # Somebody who asks for a revision that does not exist is not served an older one.
         if not isinstance(error, errors.RevisionNotFoundError):
             try:
@@ -225,8 +228,8 @@ class Repository:
                 logger.warning("%s; used instead, and maybe out of date: %s", message, note)
                 return result, f"{note}, maybe out of date, because {message}"
             except SourceError as lack:
-                message += f"; nor can the cache stand in: {lack.message}"
-        raise type(failure)(message, file=failure.file, hint=failure.hint) from error
+                beside = f"; nor can the cache stand in: {lack.message}"
+        raise explained(error, self, beside) from (None if tells_secrets(error) else error)
 
     # -- the cache
 
@@ -290,7 +293,9 @@ class Repository:
 
         api = HfApi(endpoint=self.access.endpoint, token=self.access.token)
         # One request, and its reply holds no links to further pages, which could lead around a mirror.
-        info = api.model_info(self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        info = patiently(
+            lambda: api.model_info(self.name, revision=self.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+        )
         if not info.sha or info.siblings is None:
             raise ValueError("the reply names no commit or no files")
         return info.sha, frozenset(sibling.rfilename for sibling in info.siblings)
@@ -311,6 +316,19 @@ class Repository:
         url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
         return HttpSource(url, build_hf_headers(token=self.access.token))
 
+    def check_served(self, files: Sequence[str], commit: str) -> None:
+        """Ask about the first file that is not in the cache yet.
+
+        Where the hub fails, huggingface_hub's own attempts go on for half a minute, or as long as it asks to wait.
+        """
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+        snapshot = self._folder / "snapshots" / commit
+        file = next((file for file in files if not (snapshot / file).exists()), None)
+        if file is not None:
+            url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
+            patiently(lambda: get_hf_file_metadata(url, token=self.access.token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
+
     def download(self, file: str, commit: str) -> Path:
         """The path of a file in the cache, to which it is downloaded if it is not there."""
         from huggingface_hub import hf_hub_download
@@ -323,5 +341,19 @@ class Repository:
                 cache_dir=self.access.cache,
                 token=self.access.token,
                 endpoint=self.access.endpoint,
+                **_bar_of(file),
             )
         )
+
+
+def _bar_of(file: str) -> dict[str, Any]:
+    """What has the bar of a download named after the file: else it may be named after an address with a signature."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    class Bar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{**options, "desc": file})  # type: ignore[no-untyped-call]
+
+    # Older ones can't be told.
+    return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}

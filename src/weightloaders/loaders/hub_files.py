@@ -1,4 +1,4 @@
-"""The files of a repository on the hub, and what it means when the hub does not show them."""
+"""The files of a repository on the hub."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError, SourceReadError
 from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.folder import FolderListing
@@ -86,6 +85,7 @@ class HubFiles:
         Returns:
             The folder in the cache that they are in now.
         """
+        self.repository.check_served([self._full(name) for name in names], self.commit)
         paths = in_parallel(
             lambda name: self.repository.download(self._full(name), self.commit),
             names,
@@ -102,52 +102,3 @@ class HubFiles:
 
     def _full(self, name: str) -> str:
         return f"{self.subfolder}/{name}" if self.subfolder else name
-
-
-def explained(error: Exception, repository: Repository) -> SourceError:
-    """An error of huggingface_hub in our own words."""
-    from huggingface_hub import errors
-
-    name, hub = repository.name, repository.access.endpoint
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    authorise = "pass token=..., set HF_TOKEN, or run `hf auth login`"
-    gated = isinstance(error, errors.GatedRepoError)
-    if isinstance(error, RemoteReadError):
-        status, gated = error.status, error.code == "GatedRepo"
-    if gated:
-        return SourceReadError(
-            f"{name} is gated, and needs a token of an account that was granted access",
-            file=name,
-            hint=f"ask for access at {hub}/{name}, then {authorise}",
-        )
-    if status in (401, 403):
-        return SourceNotFoundError(
-            f"{hub} does not show {name} (status {status}): "
-            "there is no such repository, or it is private or gated and needs a token",
-            file=name,
-            hint=f"check the name (a folder on disk is given as ./{name}); or {authorise}",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return SourceNotFoundError(f"{name} has no revision {repository.revision!r} on {hub}", file=name)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return SourceNotFoundError(
-            f"there is no repository {name} on {hub}",
-            file=name,
-            hint=f"check the name (a folder on disk is given as ./{name}); if it is private, {authorise}",
-        )
-    if isinstance(error, RemoteReadError):
-        return RemoteReadError(
-            f"can't get {name} from {hub}: {error.message}", file=name, status=status, hint=error.hint
-        )
-    detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if isinstance(error, OSError) and error.errno is not None:
-        return SourceReadError(
-            f"can't get {name}, because of a file on this machine ({detail})",
-            file=name,
-            hint=f"downloads need a cache that can be written; it is {repository.access.cache}, or what cache_dir says",
-        )
-    return SourceReadError(
-        f"can't get {name} from {hub} ({detail})",
-        file=name,
-        hint=f"check the network, and HF_ENDPOINT if a mirror is used; a folder on disk is given as ./{name}",
-    )

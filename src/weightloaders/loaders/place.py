@@ -8,9 +8,10 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightloaders.errors import SourceNotFoundError
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.folder import A_FOLDER, kind_of, path_of
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,9 @@ from weightloaders.loaders.headers_only import only_headers_are_wanted
 from weightloaders.loaders.hub import HubAccess, repository_at
 from weightloaders.loaders.place import locate
 from weightloaders.loaders.web import UnlistedFolder, WebFolder, split_address
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.folder import FolderListing, kind_of, temporary_folder
-from weightloaders.weights.http import is_web_address, shown
+from weightloaders.weights.http import is_web_address
 from weightloaders.weights.texts import read_small
 from weightloaders.weights.threads import in_parallel
 

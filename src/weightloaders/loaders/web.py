@@ -7,8 +7,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError
 from weightloaders.loaders.hub import hub_endpoint, offline_because
+from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import names_weights
-from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked, shown
+from weightloaders.weights.http import OFFLINE_HINT, HttpSource, checked
 from weightloaders.weights.index import MAX_INDEX_BYTES
 from weightloaders.weights.texts import read_small
 from weightloaders.weights.threads import in_parallel

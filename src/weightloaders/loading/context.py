@@ -20,13 +20,14 @@ from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.verify import Verification
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping
+    from collections.abc import Callable, Iterator, Mapping, MutableMapping
 
     import torch
     from torch import nn
 
     from weightloaders.mapping.rules import Rule
     from weightloaders.progress import ProgressOption
+    from weightloaders.transfer.coverage import Covered
     from weightloaders.weights.source import ByteSource
 
 
@@ -48,6 +49,8 @@ class LoadContext:
         transfer: How bytes are moved.
         phases: What the load's time went into so far, in seconds; see `LoadReport.phases`.
         compared: Files that were held against their checksums so far, with these; see `LoadReport.files`.
+        unite: Where several processes fill a model together, each its part: makes of what this one did what they did
+            together. Without it, it is not told there whether a tensor was cut to fit.
         companions: Files beside the weights that the model was made of: its config, its tokenizer.
     """
 
@@ -63,6 +66,7 @@ class LoadContext:
     transfer: TransferOptions = field(default_factory=TransferOptions)
     phases: dict[str, float] = field(default_factory=dict)
     compared: dict[str, str] = field(default_factory=dict)
+    unite: Callable[[Covered], Covered] | None = None
     companions: list[ByteSource] = field(default_factory=list)
 
     @contextlib.contextmanager

@@ -335,6 +335,10 @@ def settle(
         CoverageError: If something was left out or cut to fit that may not be.
     """
     covered = watch.finish(model)
+    if context.unite is not None:
+        covered = context.unite(covered)
+    elif _is_sharded():
+        covered = replace(covered, cut={})
     targets = targets_of(model, context)
     changed = [name for name in covered.changed if not targets.is_derived(name)]
     if changed:
@@ -364,8 +368,8 @@ def settle(
     loud = [name for name in missing if context.policies.missing(name) == "warning"]
     if loud:
         logger.warning("%s left %d parameters unfilled: %s", who, len(loud), listed(loud))
-    for name, shape in () if _is_sharded() else covered.cut:
-        message = f"{who} used only a part of {name!r} of shape {list(shape)}: the tensor was cut to fit"
+    for name, cut in covered.cut.items():
+        message = f"{who} used only a part of {name!r} of shape {list(cut.shape)}: the tensor was cut to fit"
         if context.policies.mismatched(name) == "error":
             raise CoverageError(
                 message, written=tuple(covered.touched), tensor=name, plugin=who,

@@ -94,6 +94,29 @@ class _Before:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor of which only a part was used.
+
+    Attributes:
+        shape: Its shape.
+        view: How it lay in its memory.
+        used: Which parts of that memory were used.
+    """
+
+    shape: tuple[int, ...]
+    view: View
+    used: tuple[View, ...]
+
+    def is_made_whole_by(self, others: Iterable[Cut]) -> bool:
+        """Whether the rest of it was used by others, who had it at the same place of a memory."""
+        pieces = [piece for cut in (self, *others) if cut.view == self.view for piece in cut.used]
+        regions = Regions(max(view.span[1] for view in (self.view, *pieces)), self.view.itemsize)
+        for piece in pieces:
+            regions.add(piece)
+        return regions.covers(self.view)
+
+
+@dataclass(frozen=True, slots=True)
 class Covered:
     """What foreign code did.
 
@@ -106,7 +129,7 @@ class Covered:
         used: Whether anything of what was handed out was used; True where it can't be told.
         unused: Tensors that were handed out and not used. Empty where it can't be told.
         untaken: Tensors that were there and not asked for.
-        cut: Tensors of which only a part was used, with their shapes.
+        cut: Tensors of which only a part was used.
     """
 
     filled: list[str]
@@ -117,7 +140,7 @@ class Covered:
     used: bool
     unused: list[str]
     untaken: list[str]
-    cut: list[tuple[str, tuple[int, ...]]]
+    cut: dict[str, Cut]
 
 
 def _key_of(tensor: torch.Tensor) -> int | None:
@@ -161,7 +184,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handed: dict[int, _Memory] = {}
         self._unused: list[str] = []
         self._used_any = False
-        self._cut: list[tuple[str, tuple[int, ...]]] = []
+        self._cut: dict[str, Cut] = {}
         self._ways_out = _WaysOut(self._shown)
         self._prune_at = 2 * len(tensors) + _PRUNED_FROM
         digests: dict[int, object] = {}
@@ -321,7 +344,8 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._unused.append(name)
             elif not any(other.meets(view) for n, other in memory.handed if n != name):
                 # Of names that share memory it can't be told which was used.
-                self._cut.append((name, view.shape))
+                # What other tensors have of this memory is not kept.
+                self._cut[name] = Cut(view.shape, view, tuple(p for p in memory.regions.pieces if p.meets(view)))
 
     # -- the end
 

@@ -290,6 +290,7 @@ class Transfer:
         try:
             with self._space.holding(job.held):
                 job.work()
+            self._tell_filled(job)
         except Stopped:
             raise
         except SourceReadError as error:
@@ -311,14 +312,17 @@ class Transfer:
                 hint=advice(error) if isinstance(error, OSError) else None,
             ) from error
         self._advance(job)
-        if self._filled is not None:
-            with self._lock:
-                self._left.subtract(target.name for target in job.targets)
-                done = {target.name: target for target in job.targets if not self._left[target.name]}
-            for target in done.values():
-                # What is on the way to an accelerator may not have arrived.
-                if target.tensor.is_cpu:
-                    self._filled(target)
+
+    def _tell_filled(self, job: Job) -> None:
+        if self._filled is None:
+            return
+        with self._lock:
+            self._left.subtract(target.name for target in job.targets)
+            done = {target.name: target for target in job.targets if not self._left[target.name]}
+        for target in done.values():
+            # What is on the way to an accelerator may not have arrived.
+            if target.tensor.is_cpu:
+                self._filled(target)
 
     def _stopped_at(self, job: Job, at: int | None) -> str:
         """The target that a job was reading when it failed; those behind it were not touched."""

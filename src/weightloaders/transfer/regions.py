@@ -68,7 +68,14 @@ class Regions:
         self._nbytes, self._itemsize = nbytes, itemsize
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._strided: set[View] = set()
         self._mask: torch.Tensor | None = None
+
+    @property
+    def pieces(self) -> list[View]:
+        """Views that make it up, for another `Regions` of the same size."""
+        runs = zip(self._starts, self._ends, strict=True)
+        return [*(View(1, start, (end - start,), (1,)) for start, end in runs), *self._strided]
 
     def add(self, view: View) -> None:
         """A view was touched."""
@@ -81,6 +88,7 @@ class Regions:
         else:
             if self._mask is None:
                 self._mask = torch.zeros(self._nbytes // self._itemsize, dtype=torch.bool, device="cpu")
+            self._strided.add(view)
             self._mask.as_strided(view.shape, view.strides, view.offset).fill_(True)
 
     def _add_interval(self, start: int, end: int) -> None:

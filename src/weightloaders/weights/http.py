@@ -13,32 +13,22 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from weightloaders.errors import SourceNotFoundError, WeightLoadersError
+from weightloaders.weights.discretion import keep_secrets_out_of_logs, shown
 from weightloaders.weights.remote import HEAD_BYTES, Answer, RemoteSource, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+#: Status codes of what may go better the next time.
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 8
-# On the hub what precedes an @ is no password, but a repository.
-_ADDRESS = re.compile(r"(?!hf:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
 def is_web_address(name: str) -> bool:
     """Whether it is an http or https address."""
     return re.match(r"https?://", name, re.IGNORECASE) is not None
-
-
-def shown(name: str) -> str:
-    """A name as it may be shown: of an address no password, and no query, which may hold a signature."""
-    if not _ADDRESS.match(name):
-        return name
-    # By hand, for it may be no address after all.
-    scheme, _, rest = re.split(r"[?#]", name, maxsplit=1)[0].partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
 def checked(url: str) -> str:
@@ -73,6 +63,7 @@ class HttpSource(RemoteSource):
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self._url = checked(url)
         self._headers = dict(headers or {})
+        keep_secrets_out_of_logs()
         super().__init__(shown(url))
 
     @contextlib.contextmanager
@@ -170,7 +161,7 @@ class HttpSource(RemoteSource):
     def _refused(self, response: Any, start: int) -> Exception:
         status, headers = response.status_code, response.headers
         code = headers.get("x-error-code", "")
-        if status in _TRANSIENT:
+        if status in TRANSIENT:
             wait = float(_whole_number(headers.get("retry-after", "")) or 0)
             asks = f" and asks to wait {wait:.0f} seconds" if wait else ""
             return TransientError(f"answers with status {status}{asks}", status=status, code=code, wait=wait)

@@ -6,7 +6,7 @@ import re
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError
+from weightloaders.errors import AmbiguousSourceError, CheckpointFormatError, IncompleteCheckpointError, SourceError
 from weightloaders.weights.file_names import PARAMS_FILE, part_number
 from weightloaders.weights.meta_llama import MAX_PARAMS_BYTES, LlamaShapes
 from weightloaders.weights.tensor_parallel import WAYS_HINT, put_together
@@ -45,6 +45,7 @@ def whole_tensors(
     Raises:
         IncompleteCheckpointError: If a part is missing, going by the numbers or by the shapes.
         AmbiguousSourceError: If two files are the same part, or some are none.
+        CheckpointFormatError: If the sizes beside the files are another model's.
         SourceError: As `put_together` does.
     """
     others = sorted(name for name in _all_names(selection.listing) if _is_part(name) and name not in held)
@@ -68,6 +69,8 @@ def whole_tensors(
             way = shapes.way_of(first[name], len(parts))
         return way
 
+    if shapes is not None:
+        _check_shapes(selection, shapes, [info for info in first.values() if way_of(info.name) is None], len(parts))
     places = {f"{selection.listing.where}/{file}": infos for file, infos in parts.items()}
     whole = put_together(places, declared_or_proved, hint=f"by the loader 'torch', {WAYS_HINT}")
     notes.append(f"{_listed(files)}: tensor-parallel parts, put together")
@@ -181,6 +184,21 @@ def _check_count(selection: Selection, needed: int | None, files: Sequence[str])
     numbers = range(len(files), min(needed, len(files) + _SHOWN))
     lacking = ["another part"] if place is None else [_numbered(files[0], place, number) for number in numbers]
     raise _missing(selection, lacking, files, f"; by their shapes and {PARAMS_FILE} there are {needed} parts")
+
+
+def _check_shapes(selection: Selection, shapes: LlamaShapes, infos: Sequence[TensorInfo], parts: int) -> None:
+    """What is known of a Llama's tensors must be so, or the sizes are another model's."""
+    for info in infos:
+        whole = shapes.whole(info.name) or ()
+        # Parts that each have the whole of a tensor don't contradict it.
+        if whole and whole != info.shape and None not in whole and shapes.way_of(info, parts) is None:
+            raise CheckpointFormatError(
+                f"by {PARAMS_FILE}, tensor {info.name!r} is {list(whole)} as a whole, which {parts} tensor-parallel "
+                f"parts of {list(info.shape)} don't make up",
+                file=f"{selection.listing.where}/{PARAMS_FILE}",
+                tensor=info.name,
+                hint=f"{PARAMS_FILE} may be another model's: fetch its own; or, by the loader 'torch', {WAYS_HINT}",
+            )
 
 
 def _missing(

@@ -17,6 +17,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -209,9 +210,13 @@ def is_meta(head: bytes) -> bool:
 
 
 def _nearest(name: str) -> str:
-    known = [*_ALIASES, *(n for n in dir(torch) if named_dtype(n) is not None)]
-    near = difflib.get_close_matches(name.removeprefix("torch."), known, 1)
+    near = difflib.get_close_matches(name.removeprefix("torch."), _dtype_names(), 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+@cache
+def _dtype_names() -> list[str]:
+    return [*_ALIASES, *(name for name in dir(torch) if named_dtype(name) is not None)]
 
 
 def write_raw(folder: Path, infos: Iterable[TensorInfo], tensors: Callable[[str], torch.Tensor]) -> None:

@@ -28,9 +28,10 @@ _MAGIC = (
     (b"\xfd7zXZ\x00", "xz-compressed data"),
     (b"BZh", "bzip2-compressed data"),
     (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
-    # The number that torch.save wrote first until version 1.6 (MAGIC_NUMBER in torch/serialization.py), pickled.
-    (b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "a PyTorch checkpoint in the format before version 1.6 (pickle)"),
 )
+#: The number that torch.save wrote first until version 1.6 (MAGIC_NUMBER in torch/serialization.py), pickled by any
+#: protocol; 2 is the usual one, and from 4 on there are frames.
+LEGACY_TORCH = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 
 # No header comes near this length; bytes of anything else, read as a number of 64 bits, nearly always surpass it.
 _PLAUSIBLE_HEADER = 1 << 40
@@ -59,6 +60,8 @@ def describe_content(source: ByteSource) -> str | None:
     for magic, what in _MAGIC:
         if head.startswith(magic):
             return what
+    if LEGACY_TORCH.match(head):
+        return "a PyTorch checkpoint in the format before version 1.6 (pickle)"
     if is_safetensors(head):
         return SAFETENSORS
     # Protocols 2 to 5 begin with an opcode and their number.

@@ -21,7 +21,7 @@ import torch
 from weightloaders.errors import CheckpointFormatError, UnsafeCheckpointError, WeightLoadersError
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.reading import enough_memory, read_tensor
-from weightloaders.weights.sniff import TAR, describe_content
+from weightloaders.weights.sniff import LEGACY_TORCH, TAR, describe_content
 from weightloaders.weights.source import ByteSource, FileSource
 from weightloaders.weights.source_file import MAX_READ, SourceFile
 from weightloaders.weights.state_dict import find_state_dict
@@ -37,12 +37,14 @@ from weightloaders.weights.zip_directory import ZIP_MAGIC, Record, read_director
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-# Protocol 2, then torch's magic number 0x1950a86a20f9469cfc6c.
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LEGACY_PROTOCOL = 1001
+_HEAD = 32
 _LONGEST_ORDER = 16
 # A deflated pickle unpacks to at most so many times its size; one of a large model, to some fifteen.
 _MOST_DEFLATION, _SMALL_PICKLE = 32, 1 << 20
+# A few numbers in a file can claim any shape. Expanded and sparse tensors, taken together, become at most so many times
+# the file when they are made dense, or so many bytes.
+_MOST_GROWTH, _SMALL_GROWTH = 1 << 10, 1 << 24
 # Of what is unpacked, so much stays in memory for the next tensor.
 _MOST_KEPT = 1 << 27
 _REFETCH = "the file is truncated or damaged; fetch it again"
@@ -74,8 +76,8 @@ class TorchFile:
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Whether a file that begins with these bytes (16 or more) may be one that `torch.save` wrote."""
-    return head.startswith((ZIP_MAGIC, _LEGACY_MAGIC))
+    """Whether a file that begins with these bytes (32 or more) may be one that `torch.save` wrote."""
+    return head.startswith(ZIP_MAGIC) or LEGACY_TORCH.match(head) is not None
 
 
 def read_torch(source: ByteSource, *, key: str | None = None, safe_globals: Sequence[Any] = ()) -> TorchFile:
@@ -136,11 +138,11 @@ def read_torch_tensor(source: ByteSource, name: str, *, safe_globals: Sequence[A
 
 
 def _opened(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
-    head = source.read(0, min(len(_LEGACY_MAGIC), source.size))
+    head = source.read(0, min(_HEAD, source.size))
     try:
         if head.startswith(ZIP_MAGIC):
             return _open_zip(source, safe_globals)
-        if head == _LEGACY_MAGIC:
+        if LEGACY_TORCH.match(head):
             return _open_legacy(source, safe_globals)
         raise _no_torch_file(source, head)
     except SlowPathNeededError:
@@ -178,6 +180,7 @@ class _Content:
     notes: list[str] = field(default_factory=list)
     densified: list[str] = field(default_factory=list)
     unpacked: list[str] = field(default_factory=list)
+    growth: int = 0
     last_unpacked: _LastUnpacked = field(default_factory=_LastUnpacked)
 
     def check_claims(self) -> None:
@@ -205,6 +208,7 @@ class _Content:
         parts = [self._strided(name, getattr(tensor, part)()) for part in _SPARSE_PARTS[tensor.layout]]
         self.densified.append(name)
         shape = tuple(tensor.shape)
+        self._check_growth(name, tensor, sum(part.nbytes for part in parts))
         dense = partial(_dense, parts, tensor.layout, shape, name, self.source.name)
         return TensorInfo(name, tensor.dtype, shape, read=dense, sources=[self.source])
 
@@ -232,6 +236,7 @@ class _Content:
                 tensor=name,
                 hint=_REFETCH,
             )
+        self._check_growth(name, tensor, length)
         record = self.records[part.record]
         where = _Unpacked(record, self.last_unpacked) if record.deflated else self.source
         offset = part.offset + start + (0 if record.deflated else record.offset)
@@ -242,6 +247,18 @@ class _Content:
             return raw
         resolved = partial(_resolved, raw, tensor.is_conj(), tensor.is_neg())
         return TensorInfo(name, dtype, shape, read=resolved, sources=[self.source])
+
+    def _check_growth(self, name: str, tensor: torch.Tensor, stored: int) -> None:
+        """A tensor of few stored numbers may be far larger than they are, but not without bounds."""
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        self.growth += max(0, nbytes - stored)
+        if self.growth > max(_SMALL_GROWTH, _MOST_GROWTH * self.source.size):
+            raise self._error(
+                f"makes the {nbytes:,} bytes of the tensor {name!r} of {stored:,}, "
+                f"too many for a file of {self.source.size:,} bytes",
+                tensor=name,
+                hint="if it is meant, save it as what it stands for: tensor.to_dense().contiguous()",
+            )
 
     def _error(self, what: str, **where: str | None) -> CheckpointFormatError:
         return CheckpointFormatError(f"{self.source.name} {what}", file=self.source.name, **where)
@@ -361,14 +378,20 @@ def _load_whole(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
 
 def _no_torch_file(source: ByteSource, head: bytes) -> CheckpointFormatError:
     content, hint = describe_content(source), None
-    if content is None and head[:1] == b"\x80":
+    if content is None and head[:1] != b"\x80":
+        content = "its first bytes are those of no known format"
+        hint = (
+            "files of all kinds are named so: if it is of a format of your own, name the loader that reads it, as "
+            "loader='name' or 'package.module:Class'; else fetch it again"
+        )
+    elif content is None:
         content = "a pickle, but none that torch.save wrote; it is not opened, because unpickling can run code"
     elif content == TAR:
         # What `torch.load` reads as its "legacy .tar format", and refuses weights-only, too.
         content += ", as the first releases of torch wrote; reading its pickles can run code"
         hint = "if you trust it: torch.save(torch.load(path, weights_only=False), new_path), and load that"
     return CheckpointFormatError(
-        f"{source.name} is no file of torch.save: {content or 'its first bytes are those of no known format'}",
+        f"{source.name} is no file of torch.save: {content}",
         file=source.name,
         hint=hint,
     )

@@ -67,9 +67,9 @@ class DcpLoader(wl.BaseWeightLoader):
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is such a folder, or a file of one."""
         place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-        if place.is_dir():
+        if os.path.isdir(place):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
             return cls.probe_listing(wl.FolderListing(place))
-        if place.is_file():
+        if os.path.isfile(place):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
             return cls.probe_listing(wl.FolderListing(place.parent), place.name)
         return wl.Probe.no("there is no such folder")
 
@@ -92,8 +92,8 @@ class DcpLoader(wl.BaseWeightLoader):
 
 def _listing(place: str) -> wl.FolderListing:
     path = Path(os.path.expanduser(place))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         return wl.FolderListing(path)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
         return wl.FolderListing(path.parent)
     raise SourceNotFoundError(f"there is no folder {path}", file=path)

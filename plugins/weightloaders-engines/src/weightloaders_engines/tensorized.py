@@ -131,7 +131,8 @@ class TensorizerLoader(wl.BaseWeightLoader):
 def _listed(name: str) -> tuple[wl.Listing, str]:
     """The folder that is meant, and the file in it if that was named."""
     path = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-    return (wl.FolderListing(path), "") if path.is_dir() else (wl.FolderListing(path.parent), path.name)
+    is_folder = os.path.isdir(path)  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
+    return (wl.FolderListing(path), "") if is_folder else (wl.FolderListing(path.parent), path.name)
 
 
 def _find(listing: wl.Listing, name: str, pattern: str) -> wl.ByteSource:

@@ -15,6 +15,7 @@ import torch
 
 from weightloaders import TensorInfo
 from weightloaders.errors import CheckpointFormatError, DuplicateTensorError
+from weightloaders.weights.reading import read_tensor
 from weightloaders_gguf.header import Array
 from weightloaders_gguf.names import split
 
@@ -344,6 +345,8 @@ def _interleaved(parts: Sequence[Part], name: str) -> TensorInfo:
     if len(gate.shape) != 3 or gate.shape != up.shape:
         raise _unlike(gate, up)
     experts, rows, columns = gate.shape
+    if gate.source is not up.source:
+        return _in_turns(gate, up, name, (experts, columns, 2 * rows))
     return _transposed_experts(gate.between(up), name, (experts, 2 * rows, columns))
 
 
@@ -352,7 +355,27 @@ def _interleaved_biases(parts: Sequence[Part], name: str) -> TensorInfo:
     if len(gate.shape) != 2 or gate.shape != up.shape or gate.is_coded:
         raise _unlike(gate, up)
     experts, rows = gate.shape
+    if gate.source is not up.source:
+        return _in_turns(gate, up, name, (experts, 2 * rows))
     return gate.between(up).whole(name, (experts, 2 * rows))
+
+
+def _in_turns(gate: Part, up: Part, name: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Gate and up of a split model that was cut between them: no file has both, so they meet when they are read."""
+    if gate.type != up.type:
+        raise _unlike(gate, up)
+    halves = [part.numbers().whole(part.name, part.shape) for part in (gate, up)]
+    read = functools.partial(_read_in_turns, halves, shape)
+    return TensorInfo(name, gate.dtype, shape, read=read, sources=[gate.source, up.source])
+
+
+def _read_in_turns(halves: Sequence[TensorInfo], shape: tuple[int, ...]) -> torch.Tensor:
+    experts = shape[0]
+    made = torch.empty(shape, dtype=halves[0].dtype, device="cpu")
+    # The last dimension of the whole has both in turns; before it come the columns, if there are any.
+    for at, half in enumerate(halves):
+        made[..., at::2] = read_tensor(half).reshape(experts, shape[-1] // 2, *shape[1:-1]).movedim(1, -1)
+    return made
 
 
 def _unlike(gate: Part, up: Part) -> CheckpointFormatError:

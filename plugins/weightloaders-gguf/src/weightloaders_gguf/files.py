@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _SUFFIX = ".gguf"
 # llama.cpp's own form, `llama_split_path`.
 _PART = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
+_QUANTISATION = re.compile(
+    r"(?<![a-z0-9])(I?Q[1-8]_\w+|TQ[12]_0|MXFP4\w*|NVFP4|BF16|F16|F32)(?![a-z0-9])", re.IGNORECASE
+)
 _NO_MODELS = {
     "mmproj": "the part of a model that sees or hears, not the language model",
     "imatrix": "what guides quantisation, not a model",
@@ -65,9 +68,10 @@ def place_of(text: str) -> Place:
     """
     path = _path(text)
     head, colon, tag = text.rpartition(":")
-    if colon and tag and not _exists(path) and (folder := _path(head or ".")).is_dir():
+    # `Path.exists` and its like fail for a name that is too long.
+    if colon and tag and not os.path.exists(path) and os.path.isdir(folder := _path(head or ".")):  # noqa: PTH110, PTH112
         return Place(FolderListing(folder), tag=tag)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         return Place(FolderListing(path))
     listing = FolderListing(path.parent)
     problems = listing.problems([path.name])
@@ -82,13 +86,6 @@ def place_of(text: str) -> Place:
 
 def _path(text: str) -> Path:
     return Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such home
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | None = None) -> Files:
@@ -154,12 +151,15 @@ def _none_or_many(
     what = tag or pattern or f"*{_SUFFIX}"
     sets = sorted(sets)
     if sets:
-        tagged = f"{listing.where}:Q4_K_M, or " if isinstance(listing, FolderListing) else ""
+        # Both as the file has it, for the pattern goes by case.
+        found = _QUANTISATION.search(sets[0])
+        said = found[0] if found else "Q4_K_M"
+        tagged = f"{listing.where}:{said}, or " if isinstance(listing, FolderListing) else ""
         return AmbiguousSourceError(
             f"{listing.where} holds several models{f' that {what!r} may mean' if tag or pattern else ''}: "
             f"{_listed(sets)}",
             file=listing.where,
-            hint=f"name the file itself, or say which: {tagged}file_pattern='*Q4_K_M*'",
+            hint=f"name the file itself, or say which: {tagged}file_pattern='*{said}*'",
         )
     shown = [f"{name} ({skipped[name]})" if name in skipped else name for name in names]
     there = f"; there is {_listed(shown)}" if shown else ""

@@ -120,15 +120,7 @@ class Part:
         return self._made(stored, 4 * columns, rows, lambda raw: decode(raw)[:, order])
 
     def between(self, other: Part) -> Run:
-        """Its rows with those of another tensor of the same kind between them: one of this, one of that."""
-        if other.source is not self.source:
-            raise CheckpointFormatError(
-                f"the tensors {self.name!r} and {other.name!r} become one, in turns, but lie in {self.source.name} and "
-                f"{other.source.name}",
-                file=other.source.name,
-                tensor=other.name,
-                hint="join the parts to one file: llama-gguf-split --merge",
-            )
+        """Its rows with those of another tensor of the same kind and file between them: one of this, one of that."""
         if (other.shape, other.type) != (self.shape, self.type):
             raise CheckpointFormatError(
                 f"the tensors {self.name!r} and {other.name!r} belong together, but differ in shape or type",

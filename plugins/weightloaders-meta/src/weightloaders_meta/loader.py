@@ -106,11 +106,11 @@ class MetaLoader(wl.BaseWeightLoader):
 
 def _folder(name: str) -> Path:
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         raise SourceNotFoundError(
             f"there is no folder {folder}", file=folder, hint="name the folder with params.json and the weights"
         )
-    if not (folder / PARAMS_FILE).is_file():
+    if not os.path.isfile(folder / PARAMS_FILE):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
         raise SourceNotFoundError(
             f"there is no {PARAMS_FILE} in {folder}",
             file=folder,

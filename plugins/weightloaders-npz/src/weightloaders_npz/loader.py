@@ -8,8 +8,10 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import math
+import os
 import struct
 import zipfile
 from itertools import accumulate
@@ -62,12 +64,13 @@ class NpzLoader(wl.BaseWeightLoader):
                 members = [m for m in archive.infolist() if not m.is_dir()]
                 arrays = [m for m in members if m.filename.endswith(".npy")]
                 infos = [_describe(path, archive, member) for member in arrays]
-        except (WeightLoadersError, OSError):  # an OSError is the system's, and of the archive it says nothing
+        except WeightLoadersError:
             raise
         except Exception as error:  # a damaged archive makes zipfile and numpy raise all kinds
-            if isinstance(error.__context__, OSError):
-                # zipfile says of what it can't read that it is no archive.
-                raise error.__context__ from None
+            # zipfile says of what it can't read that it is no archive.
+            for fault in (error, error.__context__):
+                if isinstance(fault, OSError) and _is_the_systems(fault):
+                    raise fault from None
             raise CheckpointFormatError(f"{path} is not a sound .npz archive: {error}", file=path) from error
         if members and not arrays:
             raise CheckpointFormatError(
@@ -90,10 +93,18 @@ class NpzLoader(wl.BaseWeightLoader):
         return wl.Probe.no(f"{file.name} is no .npz archive")
 
 
+def _is_the_systems(error: OSError) -> bool:
+    """Whether an error is of reading, and says nothing of the archive.
+
+    Of damaged data bz2 raises one without a number, and zipfile goes to places before the file's first byte.
+    """
+    return error.errno not in (None, errno.EINVAL)
+
+
 def _find(path: Path, pattern: str) -> Path:
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         raise SourceNotFoundError(f"there is no file or folder {path}", file=path)
     found = sorted(file for file in path.iterdir() if fnmatch.fnmatch(file.name, pattern) and file.is_file())
     if not found:

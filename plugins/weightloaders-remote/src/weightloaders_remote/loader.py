@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 import weightloaders as wl
 from weightloaders.errors import OptionsError, SourceError, SourceNotFoundError
 from weightloaders.loaders.http import checked_headers
-from weightloaders.weights.http import HttpSource, is_web_address, shown
+from weightloaders.weights.discretion import shown
+from weightloaders.weights.http import HttpSource, is_web_address
 from weightloaders_remote.addresses import SCHEMES, Address, scheme_of
 from weightloaders_remote.stores import Access, Store, bucket_store, server_store
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
 from weightloaders import Weights
-from weightloaders.errors import CoverageError, PlanError
+from weightloaders.errors import CoverageError, LoadError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weightloaders.plan import PolicyOption
 
 _SHOWN = 8
+_RELOAD = "reload from a checkpoint of the same model, by the same loader and rules"
 # Computed from the quantisation's config; vLLM's own loader leaves the same one out.
 _FROM_CONFIG = frozenset({"input_scale_ub"})
 
@@ -45,7 +46,8 @@ def named(error: CoverageError, model: nn.Module, weights: Any) -> CoverageError
     """The same error with the checkpoint's tensors that are behind the parameters left unfilled, and not there."""
     if not error.missing or not isinstance(weights, Weights):
         return error
-    there = {_mapped(model, name) for name in weights}
+    # Where the model's mapper stacks, several names are mapped to one: their own count as well.
+    there = {*weights, *(_mapped(model, name) for name in weights)}
     lines = []
     for name in error.missing[:_SHOWN]:
         parts = _parts(model, name)
@@ -89,16 +91,33 @@ def check_same(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[
     Raises:
         PlanError: If a tensor is not there, or has another shape.
     """
-    absent = [name for name in wanted if name not in found]
-    other = [name for name, shape in wanted.items() if found.get(name, shape) != shape]
-    if not absent and not other:
-        return
-    said = [f"there is no {name!r}" for name in absent]
-    said += [f"{name!r} has shape {list(found[name])}, not {list(wanted[name])}" for name in other]
+    differing, said = _differences(wanted, found)
+    if differing is not None:
+        raise PlanError(
+            f"{where} can't replace what the model was loaded from, and nothing was changed: {said}",
+            tensor=differing, file=where, hint=_RELOAD,
+        )  # fmt: skip
+
+
+def check_came(wanted: Mapping[str, tuple[int, ...]], came: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """The same of tensors that have come one by one, and been written.
+
+    Raises:
+        LoadError: If one did not come, or had another shape.
+    """
+    differing, said = _differences(wanted, came)
+    if differing is not None:
+        raise LoadError(
+            f"{where} has not replaced all that the model was loaded from: {said}",
+            tensor=differing, file=where, hint=_RELOAD,
+        )  # fmt: skip
+
+
+def _differences(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> tuple[str | None, str]:
+    """The first tensor that is not there or has another shape, and a phrase of all of them."""
+    said = {name: f"there is no {name!r}" for name in wanted if name not in found}
+    for name, shape in wanted.items():
+        if found.get(name, shape) != shape:
+            said[name] = f"{name!r} has shape {list(found[name])}, not {list(shape)}"
     more = f"; and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
-    raise PlanError(
-        f"{where} can't replace what the model was loaded from, and nothing was changed: "
-        f"{'; '.join(said[:_SHOWN])}{more}",
-        tensor=(absent + other)[0], file=where,
-        hint="reload from a checkpoint of the same model, by the same loader and rules",
-    )  # fmt: skip
+    return next(iter(said), None), "; ".join(list(said.values())[:_SHOWN]) + more

@@ -9,7 +9,7 @@ from weightloaders import Weights
 from weightloaders.errors import ConfigError
 from weightloaders.loading import get_weights, handed_pairs, is_borrowed
 from weightloaders.saving import arrange, rearranged
-from weightloaders.weights.weights import as_weights
+from weightloaders.weights.weights import Stream, as_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from weightloaders import BaseWeightLoader
     from weightloaders.loading import LoadContext
     from weightloaders.transfer.engine import Transferred
-    from weightloaders.weights.weights import Stream
 
 
 @contextlib.contextmanager
@@ -51,6 +50,19 @@ def opened(loader: BaseWeightLoader, path: str, context: LoadContext, config: An
                 f"{type(loader).__name__} yields tensors one by one, so there are no names to plan rules by",
                 hint="let it rename them, or return weightloaders.Weights",
             )
+
+
+def noted(stream: Stream) -> tuple[Stream, dict[str, tuple[int, ...]]]:
+    """The same stream, and the shapes of what has come of it so far."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def noting() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream:
+            shapes[name] = tuple(tensor.shape)
+            yield name, tensor
+            del tensor
+
+    return Stream(noting(), borrowed=stream.borrowed), shapes
 
 
 def pairs(weights: Weights | Stream, context: LoadContext, moved: Transferred) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from weightloaders.llm.engines.sequences import Ending, Sampler, Sequence
 from weightloaders.llm.outputs import Request, RequestOutput, SamplingParams
 from weightloaders.prepare import check_companions, load_context, prepare
 from weightloaders.skeleton import model_files
-from weightloaders.weights.http import shown
+from weightloaders.weights.discretion import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -40,6 +40,8 @@ NAMES: tuple[str, ...] = (
     "upper",
     "0",
     "x" * 200,
+    "module._private",
+    "bn.num_batches_tracked",
 )  # fmt: skip
 
 
@@ -160,13 +162,36 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(memory_of(dense))
 
 
-def expect_same(name: str, tensor: torch.Tensor, expected: torch.Tensor) -> None:
-    """Fail unless two tensors agree in dtype, shape and every bit."""
+def expect_same(
+    name: str, tensor: torch.Tensor, expected: torch.Tensor, written: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Fail unless two tensors agree in dtype, shape and every bit.
+
+    Args:
+        name: What they are called.
+        tensor: What was read.
+        expected: What was written.
+        written: All that was written, to tell whether one was read for another.
+    """
     __tracebackhide__ = True
     said, due = f"{list(tensor.shape)} {tensor.dtype}", f"{list(expected.shape)} {expected.dtype}"
     expect(said == due, f"{name!r} was written as {due} and read as {said}")
     if bits(tensor) != bits(expected):
-        raise AssertionError(f"{name!r} was written with these values:\n{expected}\nand read as:\n{tensor}")
+        alike = [other for other, values in (written or {}).items() if bits(values) == bits(tensor)]
+        mixed = f"; all are those of {alike[0]!r}: is memory used again?" if alike and tensor.numel() > 1 else ""
+        raise AssertionError(f"{name!r} is read otherwise than it was written: {_unlike(tensor, expected)}{mixed}")
+
+
+def _unlike(tensor: torch.Tensor, expected: torch.Tensor) -> str:
+    """How many elements differ, and the first of them."""
+    import torch
+
+    one, other = (t.detach().contiguous().reshape(-1) for t in (tensor, expected))
+    size = one.element_size()
+    differ = (one.view(torch.uint8).view(-1, size) != other.view(torch.uint8).view(-1, size)).any(1)
+    first = int(differ.int().argmax())
+    place = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)] if tensor.dim() else []
+    return f"{int(differ.sum()):,} of {one.numel():,} elements, the first at {place}, {other[first]} as {one[first]}"
 
 
 def expect_all(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -174,7 +199,7 @@ def expect_all(weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch
     __tracebackhide__ = True
     expect_names(weights, expected)
     for name, tensor in expected.items():
-        expect_same(name, weights[name], tensor)
+        expect_same(name, weights[name], tensor, expected)
 
 
 def expect_names(weights: Mapping[str, object], expected: Mapping[str, object]) -> None:

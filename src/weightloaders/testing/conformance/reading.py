@@ -34,17 +34,18 @@ from weightloaders.weights.weights import as_catalogue
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-# What belongs to the whole process: how it is asked for, and set.
-_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+# What belongs to the whole process: how it is asked for and set, and a value other than the usual one.
+_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Any]] = {
     "torch's random numbers": (
         lambda: torch.get_rng_state().tolist(),
         lambda s: torch.set_rng_state(torch.ByteTensor(s)),
+        torch.Generator().manual_seed(7).get_state().tolist(),
     ),
-    "Python's random numbers": (random.getstate, random.setstate),
-    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "the number of torch's threads": (torch.get_num_threads, torch.set_num_threads),
-    "the working directory": (Path.cwd, os.chdir),
+    "Python's random numbers": (random.getstate, random.setstate, random.Random(7).getstate()),
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    "whether gradients are recorded": (torch.is_grad_enabled, torch.set_grad_enabled, False),
+    "the number of torch's threads": (torch.get_num_threads, torch.set_num_threads, 2),
+    "the working directory": (Path.cwd, os.chdir, "/"),
 }
 
 
@@ -140,14 +141,21 @@ class Reading(Author):
     def test_nothing_else_in_the_process_changes(self, tmp_path: Path) -> None:
         """Reading draws no random numbers, sets nothing for others, goes to no other folder and prints nothing."""
         source = self.write_checkpoint(tmp_path, self.some_tensors())
-        before = {what: get() for what, (get, _) in _STATE.items()}
+        before = {what: get() for what, (get, _, _) in _STATE.items()}
         printed = io.StringIO()
+        changed: dict[str, None] = {}
         try:
-            with contextlib.redirect_stdout(printed), self.open(source) as weights:
-                dict(weights.items())
-            changed = [what for what, (get, _) in _STATE.items() if get() != before[what]]
+            # Whoever sets what is usual changes something only where it was not.
+            for unusual in (False, True):
+                if unusual:
+                    for _, put, other in _STATE.values():
+                        put(other)
+                found = {what: get() for what, (get, _, _) in _STATE.items()}
+                with contextlib.redirect_stdout(printed), self.open(source) as weights:
+                    dict(weights.items())
+                changed |= {what: None for what, (get, _, _) in _STATE.items() if get() != found[what]}
         finally:
-            for what, (_, restore) in _STATE.items():
+            for what, (_, restore, _) in _STATE.items():
                 restore(before[what])
         expect(not changed, f"reading changed {', '.join(changed)}")
         expect(not printed.getvalue(), f"reading printed {printed.getvalue()!r}: use logging")
@@ -176,7 +184,7 @@ class Reading(Author):
                 expect(_is_writable(tensor), f"the memory of {name!r} is read-only: writing into it ends the process")
                 tensor.fill_(1)
             expect_all(weights, tensors)
-        expect(_contents(tmp_path) == before, "writing into a tensor changed the files")
+        expect(_contents(tmp_path) == before, "reading, or writing into a tensor, changed the files")
         with self.open(source) as weights:
             expect_all(weights, tensors)
 
@@ -271,8 +279,9 @@ def _find(folder: Path, content: bytes) -> tuple[Path, int] | None:
     return None
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in files_in(folder)}
+def _contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """What the files hold, and when they were last written."""
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files_in(folder)}
 
 
 def _expect_kept(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -37,7 +37,7 @@ class Sharing(Author):
 
             def read(names: list[str]) -> None:
                 for name in names:
-                    expect_same(name, weights[name], tensors[name])
+                    expect_same(name, weights[name], tensors[name], tensors)
 
             within(self.patience, lambda: _in_threads(read, tensors))
 
@@ -49,7 +49,7 @@ class Sharing(Author):
         def read(names: list[str]) -> None:
             with self.open(source) as weights:
                 for name in names:
-                    expect_same(name, weights[name], tensors[name])
+                    expect_same(name, weights[name], tensors[name], tensors)
 
         within(self.patience, lambda: _in_threads(read, tensors))
 
