@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-
+# How many loads, and how many saves, `make test-faults` does; it takes SEED, too.
+FAULTS ?= 300
 # Of `make fuzz`: inputs for each reader, what they are drawn from, and which readers (default: all).
 EXECUTIONS ?= 4000
 SEED ?= 0
@@ -18,12 +19,13 @@ PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist works
 # weightloaders-checksum is installed to be tested; the files of demo and tests have no checksums.
 export WEIGHTLOADERS_CHECKSUM_UNKNOWN := ignore
 
-.PHONY: help demo test test-all fuzz test-vllm check lint types imports docs clean
+.PHONY: help demo test test-all test-faults fuzz test-vllm check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through four loaders and let it answer"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, with those that take longer than a minute"
+	@echo "make test-faults  load and save while system calls fail at chosen moments; FAULTS=10000 for a long run"
 	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB)"
 	@echo "make fuzz      read hostile and broken files by the thousand (EXECUTIONS=1000000: by the million)"
 	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
@@ -39,6 +41,10 @@ test: $(VENV)/dev-ready
 
 test-all: $(VENV)/dev-ready
 	$(PYTEST)
+
+# FAULTS=10000 for the long form. SEED=n: from this one on.
+test-faults: $(VENV)/dev-ready
+	$(BIN)/python -m faults --executions $(FAULTS) --seed $(SEED)
 
 fuzz: $(VENV)/dev-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m fuzz $(TARGETS) --executions $(EXECUTIONS) --seed $(SEED)

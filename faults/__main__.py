@@ -18,7 +18,10 @@ def main() -> int:
         "--seed", type=int, default=0, help="of the first one; each has its own, one more than the last"
     )
     parser.add_argument("--only", choices=("loads", "saves"), help="one kind alone")
-    parser.add_argument("--patience", type=float, default=20, help="seconds after which an execution counts as hanging")
+    parser.add_argument(
+        "--patience", type=float, default=120, help="seconds after which an execution counts as hanging"
+    )
+    parser.add_argument("-v", action="store_true", help="show where the errors of what was lost come from")
     arguments = parser.parse_args()
     if VARIABLE not in os.environ:
         with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from faults.loads import Loads
+from faults.saves import Saves
 from faults.shim import Shim
 from faults.verdict import Lost, Verdict
 
@@ -59,7 +60,7 @@ def run(executions: int, seed: int, only: str | None, patience: float) -> int:
         root.mkdir()
         shim = Shim(root)
         logging.disable(logging.WARNING)
-        kinds = {"loads": Loads(shim, root, store)}
+        kinds = {"loads": Loads(shim, root, store), "saves": Saves(shim, root, store)}
         # Or each execution looks through all that the libraries have made.
         gc.collect()
         gc.freeze()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _thread
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from faults.shim import VARIABLE, build
 from weightloaders import load_into, load_status, open_weights, plan_load, save_weights
 from weightloaders.errors import ConfigError, HalfLoadedModelError, LoadError, ModelError, PlanError, SourceError
 from weightloaders.loading import check_usable
@@ -24,6 +27,7 @@ from weightloaders.transfer import jobs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+ROOT = Path(__file__).resolve().parent.parent
 MODES = ("direct", "mmap", "o_direct", "stream")
 SHAPES = ((40, 30), (7,), (64, 64), (5, 3))
 
@@ -74,6 +78,10 @@ def shards(tmp_path: Path) -> list[Path]:
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
     yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("weightloaders-headers"):
+            # Nobody waits for what reads a last header when another could not be read.
+            thread.join(10)
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("weightloaders")]
     if sys.platform == "linux":
         files = [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
@@ -260,3 +268,109 @@ def test_a_model_that_can_not_be_copied_is_refused_before_anything_changes(shard
         load_into(model, shards[0].parent, progress=False, atomic=True)
     assert "leave out atomic" in str(caught.value)
     assert is_empty(model)
+
+
+# ------------------------------------------------------------------ several processes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says which memory is shared")
+def test_eight_forked_processes_that_map_one_file_have_it_in_memory_once(tmp_path: Path) -> None:
+    file, nbytes, count = tmp_path / "model.safetensors", 16 << 20, 8
+    save_file({"weight": torch.ones(nbytes // 4 // 1024, 1024)}, file)
+    # A load in the parent first: its locks, threads and descriptors must be no trouble to its children.
+    load_into(nn.Linear(1024, nbytes // 4 // 1024, bias=False), file, progress=False)
+    ready, stop = os.pipe(), os.pipe()
+    children = []
+    for _ in range(count):
+        child = os.fork()
+        if not child:
+            try:
+                os.close(stop[1])
+                model = nn.Linear(1024, nbytes // 4 // 1024, bias=False, device="meta")
+                load_into(model, file, transfer="mmap", progress=False)
+                os.write(ready[1], b"1" if model.weight.eq(1).all() else b"0")
+                # Until all have looked.
+                os.read(stop[0], 1)
+            finally:
+                os._exit(0)
+        children.append(child)
+    os.close(ready[1])
+    os.close(stop[0])
+    try:
+        answers = b"".join(os.read(ready[0], 1) for _ in children)
+        shares = [_memory_of(child, file) for child in children]
+    finally:
+        os.close(stop[1])
+        for child in children:
+            os.waitpid(child, 0)
+        os.close(ready[0])
+    assert answers == b"1" * count
+    # Each sees all of it, and together they have it once.
+    assert all(resident >= nbytes for resident, _ in shares)
+    assert sum(share for _, share in shares) < 1.5 * nbytes
+
+
+def _memory_of(process: int, file: Path) -> tuple[int, int]:
+    """Bytes of a file that a process has in memory, and its share of them (RSS and PSS)."""
+    resident = share = 0
+    mapped = False
+    for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            mapped = line.endswith(str(file))
+        elif mapped and line.startswith(("Rss:", "Pss:")):
+            value = int(line.split()[1]) << 10
+            resident, share = (resident + value, share) if line.startswith("Rss:") else (resident, share + value)
+    return resident, share
+
+
+# ------------------------------------------------------------------ many of them, by chance
+
+_PLANTED = {
+    "loads": """
+from weightloaders.weights.source import FileSource
+FileSource.check_same = FileSource.check_unchanged = lambda *_: None
+""",
+    "saves": """
+from weightloaders.weights import atomic
+def exchange(stage, folder, *_):
+    for file in stage.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+atomic.exchange = exchange
+""",
+}
+
+needs_a_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None,
+    reason="system calls are made to fail on Linux, with a compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    library = str(build(tmp_path_factory.mktemp("shim")))
+    return {**os.environ, VARIABLE: library, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
+
+
+def run_faults(environment: dict[str, str], executions: int, kind: str | None, planted: str = "") -> tuple[int, str]:
+    code = f"{planted}\nimport sys\nfrom faults.running import run\nsys.exit(run({executions}, 0, {kind!r}, 120))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=600
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@needs_a_compiler
+def test_nothing_is_lost_while_system_calls_fail(environment: dict[str, str]) -> None:
+    status, said = run_faults(environment, 60, None)
+    assert status == 0, said
+    assert said.count("survived 60, lost 0") == 2, said
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("kind", _PLANTED)
+def test_what_would_be_lost_is_noticed_and_its_seed_is_told(environment: dict[str, str], kind: str) -> None:
+    """Files are no longer held against what they were; or are written where they belong."""
+    status, said = run_faults(environment, 60, kind, _PLANTED[kind])
+    assert status == 1, said
+    lost = re.search(r"LOST --seed \d+: .*(wrong values, and no error|on disk is|changed)", said)
+    assert lost is not None, said

@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_libc = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
-if _libc is not None:
-    _libc.mmap.argtypes = (
-        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
-    )  # fmt: skip
-    _libc.mmap.restype = ctypes.c_void_p
-    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
-
 # By what tells storages apart. It is not given to another one as long as there is a reference, be it a weak one.
 _views: dict[int, StorageWeakRef] = {}
 # What has gone is forgotten whenever there are twice as many, from this number on.
@@ -58,25 +49,37 @@ def map_file(source: FileSource, nbytes: int) -> torch.Tensor | str:
         return why
 
 
-def _mapped(source: FileSource, nbytes: int) -> torch.Tensor:
-    if sys.platform == "win32" or _libc is None:
+if sys.platform == "win32":
+
+    def _mapped(source: FileSource, nbytes: int) -> torch.Tensor:
         storage: Any = torch.UntypedStorage.from_file(source.name, shared=False, nbytes=nbytes)
         # The name may lead to another file by now.
         source.check_unchanged()
         return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    descriptor = source.open()
-    try:
-        source.check_same(os.fstat(descriptor))
-        address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
-    finally:
-        os.close(descriptor)
-    if address in (None, _FAILED):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    # Tensors keep `memory`; with it, the mapping goes. At the end of the process nothing needs to.
-    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8)
+
+else:
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64
+    )  # fmt: skip
+    _libc.mmap.restype = ctypes.c_void_p
+    _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    _FAILED = ctypes.c_void_p(-1).value
+
+    def _mapped(source: FileSource, nbytes: int) -> torch.Tensor:
+        descriptor = source.open()
+        try:
+            source.check_same(os.fstat(descriptor))
+            address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, descriptor, 0)
+        finally:
+            os.close(descriptor)
+        if address in (None, _FAILED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        memory = (ctypes.c_ubyte * nbytes).from_address(address)
+        # Tensors keep `memory`; with it, the mapping goes. At the end of the process nothing needs to.
+        weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @torch.inference_mode(False)

@@ -7,7 +7,6 @@ One save at a time has a place to itself; what a killed one left there is remove
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import re
@@ -17,6 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from weightloaders.errors import SaveError, WeightLoadersError
+from weightloaders.weights.exchanging import REPLACED, exchange, move
 from weightloaders.weights.locks import locked
 from weightloaders.weights.source import close_files
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import BinaryIO
 
-# Within what is written aside: the old files, while the new ones take their places.
-_REPLACED = "replaced"
 # What file systems allow, less what is added to it.
 _MAX_NAME_BYTES = 200
 
@@ -103,13 +101,14 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def replaced_files(folder: Path, is_outdated: Callable[[str], bool]) -> Iterator[Path]:
+def replaced_files(folder: Path, is_outdated: Callable[[str], bool], passing: str | None = None) -> Iterator[Path]:
     """A set of new files that takes the place of an old one when the block ends well.
 
     Args:
         folder: Where they belong; made where it does not exist.
         is_outdated: Whether a file of this name belongs to the old set. Such files, and those of the same names as new
             ones, are removed as the new ones come.
+        passing: See `exchange`.
 
     Yields:
         An empty folder to write the new files into, on the same file system.
@@ -122,7 +121,9 @@ def replaced_files(folder: Path, is_outdated: Callable[[str], bool]) -> Iterator
             stage.mkdir()
         yield stage
         with saving(folder):
-            _exchange(stage, folder, is_outdated)
+            _release_open_files()
+            exchange(stage, folder, is_outdated, passing)
+            _make_moves_durable(folder)
 
 
 @contextlib.contextmanager
@@ -145,7 +146,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             stage.mkdir()
         yield stage
         with saving(path):
-            _move(stage, path)
+            move(stage, path)
     _make_moves_durable(path.parent)
 
 
@@ -167,40 +168,6 @@ def made_folder(folder: Path) -> Iterator[None]:
             with contextlib.suppress(OSError, ValueError):
                 path.rmdir()
         raise
-
-
-def _exchange(stage: Path, folder: Path, is_outdated: Callable[[str], bool]) -> None:
-    # An index comes last: it is what makes the others a checkpoint.
-    new = sorted((path.name for path in stage.iterdir()), key=lambda name: (name.endswith(".json"), name))
-    old = [
-        p.name for p in folder.iterdir() if (p.name in new or is_outdated(p.name)) and (p.is_symlink() or p.is_file())
-    ]
-    _release_open_files()
-    if len(new) == 1 and old in ([], new):
-        # One file for another: at no moment is there neither.
-        (stage / new[0]).replace(folder / new[0])
-    else:
-        # All of the old go before any of the new comes. Whoever looks (or a crash) in between finds too few tensors,
-        # which every loader notices, and never a mixture of two checkpoints.
-        aside = stage / _REPLACED
-        aside.mkdir()
-        moves = [(folder / name, aside / name) for name in old] + [(stage / name, folder / name) for name in new]
-        try:
-            for origin, target in moves:
-                _move(origin, target)
-        except BaseException:
-            for origin, target in reversed(moves):
-                if os.path.lexists(target) and not os.path.lexists(origin):
-                    target.rename(origin)
-            raise
-    _make_moves_durable(folder)
-
-
-def _move(origin: Path, target: Path) -> None:
-    # Renaming would replace it without a word: what another program, which knows no lock of ours, saved meanwhile.
-    if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, f"{target.name} is in the way, and is not of an earlier save")
-    origin.rename(target)
 
 
 def make_durable(file: BinaryIO) -> None:
@@ -251,15 +218,27 @@ def _place_aside(folder: Path, place: str, shown: Path) -> Iterator[Path]:
         dead = _made_for(folder, place) if alone else []
         for path in dead:
             # The old files that it had taken away stay until there are new ones.
-            if not (path / _REPLACED).exists():
+            if not (path / REPLACED).exists():
                 _remove(path)
         aside = folder / f"{place}.saving-{secrets.token_hex(8)}"
+        succeeded = False
         try:
             yield aside
+            succeeded = True
             for path in dead:
                 _remove(path)
         finally:
-            _remove(aside)
+            if not _holds_the_old(aside, succeeded=succeeded):
+                _remove(aside)
+
+
+def _holds_the_old(aside: Path, *, succeeded: bool) -> bool:
+    """Whether the old files are still here, and nowhere else: they could not be moved back."""
+    replaced = aside / REPLACED
+    try:
+        return not succeeded and replaced.is_dir() and any(replaced.iterdir())
+    except OSError:
+        return True
 
 
 def _made_for(folder: Path, place: str) -> list[Path]:
@@ -272,7 +251,12 @@ def _made_for(folder: Path, place: str) -> list[Path]:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError as error:
+            # It closes twice what Ctrl-C came upon while it was being closed, and the second time hides Ctrl-C.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
     else:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from typing import BinaryIO
 
 if sys.platform == "win32":
     import msvcrt
@@ -48,7 +49,7 @@ def locked(path: Path) -> Iterator[bool]:
         OSError: If the file can't be made.
     """
     while True:
-        with path.open("ab") as file:
+        with _closing(path.open("ab")) as file:
             holds = _lock(file.fileno())
             # Who held it before removes the file, and perhaps has just now.
             if holds and not _is_at(path, file.fileno()):
@@ -63,6 +64,16 @@ def locked(path: Path) -> Iterator[bool]:
                 with contextlib.suppress(OSError):
                     path.unlink()
             return
+
+
+@contextlib.contextmanager
+def _closing(file: BinaryIO) -> Iterator[BinaryIO]:
+    try:
+        yield file
+    finally:
+        # Nothing was written, so nothing is lost where closing fails.
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

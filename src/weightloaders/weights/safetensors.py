@@ -6,8 +6,10 @@ other; see https://github.com/huggingface/safetensors#format.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,7 @@ _RANKS = {code: rank for rank, code in enumerate(DTYPES)}
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_LAYOUT = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
+_LAYOUT = re.compile(r"model((-\d+)?-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 
 
 # ------------------------------------------------------------------ reading
@@ -172,8 +174,10 @@ def write_sharded(
     """Write a folder in the hub's layout, one tensor at a time.
 
     That is ``model.safetensors`` if everything fits in one file, else ``model-00001-of-0000N.safetensors`` and so on
-    with ``model.safetensors.index.json`` (https://huggingface.co/docs/transformers/big_models). Files of an earlier
-    save in this layout are removed. If anything fails, the folder is as it was.
+    with ``model.safetensors.index.json`` (https://huggingface.co/docs/transformers/big_models). Where shards of those
+    names are there already, the new ones are ``model-1-00001-of-0000N.safetensors`` and so on, so that at every moment
+    the index names a whole set. Files of an earlier save in this layout are removed. If anything fails, the folder is
+    as it was.
 
     Args:
         folder: Made where it does not exist. The files in it may be those that ``tensors`` reads from.
@@ -190,7 +194,8 @@ def write_sharded(
     """
     folder = Path(folder)
     draft = SafetensorsFolder(folder, infos, max_shard_size=max_shard_size, metadata=metadata)
-    with replaced_files(folder, lambda name: _LAYOUT.fullmatch(name) is not None) as stage:
+    passing = None if _INDEX in draft.files else _INDEX
+    with replaced_files(folder, lambda name: _LAYOUT.fullmatch(name) is not None, passing) as stage:
         draft.write(stage, tensors)
     return tuple(folder / name for name in draft.files)
 
@@ -222,17 +227,17 @@ class SafetensorsFolder:
         rows = _rows(infos)
         shards = _in_shards(rows, max_shard_size)
         count = len(shards)
-        names = (
-            [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [_SINGLE_FILE]
-        )
+        names = _free_names(folder, count) if count > 1 else [_SINGLE_FILE]
         self._folder = folder
         self._drafts = [_Draft(shard, {"format": "pt"} if metadata is None else metadata) for shard in shards]
         self._index: bytes | None = None
         self.files = names
-        if count > 1:
+        # Where there is an index, a single file needs one as well, until the other's shards are gone.
+        if count > 1 or os.path.lexists(folder / _INDEX):
             weight_map = {row.name: name for name, shard in zip(names, shards, strict=True) for row in shard}
             index = {"metadata": {"total_size": sum(row.nbytes for row in rows)}, "weight_map": weight_map}
             self._index = json.dumps(index, ensure_ascii=False, indent=2, sort_keys=True).encode("utf-8") + b"\n"
+        if count > 1:
             self.files = [*names, _INDEX]
 
     def write(self, stage: Path, tensors: Callable[[str], torch.Tensor]) -> None:
@@ -244,6 +249,16 @@ class SafetensorsFolder:
             with saving(self._folder / _INDEX), (stage / _INDEX).open("xb") as file:
                 file.write(self._index)
                 make_durable(file)
+
+
+def _free_names(folder: Path, count: int) -> list[str]:
+    """Names for shards, none of them that of another save's: these stay until the new index is there."""
+    for number in itertools.count():
+        stem = f"model-{number}" if number else "model"
+        names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        if not any(os.path.lexists(folder / name) for name in names):
+            break
+    return names
 
 
 class _Row(NamedTuple):
