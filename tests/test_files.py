@@ -425,7 +425,8 @@ def test_an_index_that_names_what_no_file_can_be_called_is_incomplete_and_told_i
     write_index(touch(tmp_path, "model.safetensors"), {tensor: name})
     with pytest.raises(IncompleteCheckpointError, match="can't be looked at") as raised:
         select_files(tmp_path)
-    assert name[:100] in str(raised.value)
+    # What is no text is escaped.
+    assert (name[:100] if name.isprintable() else r"\ud800") in str(raised.value)
     assert len(str(raised.value)) < 2000
 
 

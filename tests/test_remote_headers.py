@@ -411,7 +411,7 @@ def test_files_that_are_listed_but_refused_leave_the_cache_with_a_warning(
     [
         ((401, "GatedRepo"), SourceReadError, "org/name is gated, and needs a token"),
         ((403, "GatedRepo"), SourceReadError, "org/name is gated, and needs a token"),
-        ((401, ""), SourceNotFoundError, "does not show org/name .status 401"),
+        ((401, ""), SourceNotFoundError, "does not show org/name .revision 'main', status 401"),
         ((429, ""), RemoteReadError, "answers with status 429"),
         ((500, ""), RemoteReadError, "answers with status 500"),
     ],
