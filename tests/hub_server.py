@@ -112,6 +112,13 @@ class _Server(ThreadingHTTPServer):
         """Connections that the other side gave up are what some tests are about."""
 
 
+def wait_for_threads() -> None:
+    """An error is told while other files are still on their way; this waits for the threads that fetch them."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("weightloaders"):
+            thread.join(timeout=20)
+
+
 @contextlib.contextmanager
 def servers() -> Iterator[Callable[[], Web]]:
     """Starts servers, which end with the block."""
@@ -132,6 +139,7 @@ def servers() -> Iterator[Callable[[], Web]]:
         yield start
     finally:
         # Connections that are kept for the next request would keep their threads.
+        wait_for_threads()
         huggingface_hub.close_session()
         for server, thread in running:
             server.shutdown()

@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.hub_server import COMMIT, NEWER, Handler, Hub, Web, servers
+from tests.hub_server import COMMIT, NEWER, Handler, Hub, Web, servers, wait_for_threads
 from weightloaders import from_pretrained, load_into, open_weights, plan_load
 from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError, SourceReadError
 from weightloaders.loaders.headers_only import headers_only
@@ -213,6 +213,7 @@ def test_a_transfer_that_always_breaks_off_ends_in_an_error_and_leaves_nothing_t
     hub.storage.odd[f"/{COMMIT}/{FIRST}"] = lambda _: (200, {"Content-Length": str(len(FILES[FIRST]))}, b"")
     with pytest.raises(RemoteReadError, match=r"can't get org/name.*revision 'main'"):
         loaded(cache)
+    wait_for_threads()
     assert not (cache / "models--org--name" / "snapshots" / COMMIT / FIRST).exists()
     assert not list(cache.rglob("*.incomplete"))
     hub.storage.odd.clear()
