@@ -26,7 +26,9 @@ def main() -> int:
     if VARIABLE not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             library = build(Path(folder))
-            environment = {**os.environ, VARIABLE: str(library), "LD_PRELOAD": str(library)}
+            # A forked child has none of torch's threads, and would wait for them.
+            preloaded = {VARIABLE: str(library), "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, **preloaded}
             return os.spawnve(os.P_WAIT, sys.executable, [sys.executable, "-m", "faults", *sys.argv[1:]], environment)
     from faults.running import run
 
