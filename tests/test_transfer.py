@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -18,11 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from weightloaders import Weights, load_into
 from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.mapping.placement import placement
 from weightloaders.plan import CallStep, ComputeStep, CopyStep
 from weightloaders.targets import Target
-from weightloaders.transfer import jobs, workspace
+from weightloaders.transfer import engine, jobs, workspace
 from weightloaders.transfer.engine import ProgressEvent, Transfer
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.source import ByteSource, FileSource
@@ -927,3 +929,32 @@ def test_ctrl_c_stops_a_load_at_once_and_leaves_no_thread(tmp_path: Path) -> Non
     # All of it would have taken twenty-five seconds or more.
     assert time.monotonic() - start < 12
     assert process.returncode == 0
+
+
+def test_ctrl_c_while_threads_are_started_ends_those_that_run(tmp_path, monkeypatch):
+    read, interrupted = [], threading.Event()
+
+    class Slow(FileSource):
+        def read_into(self, view, offset):
+            interrupted.wait(10)
+            time.sleep(0.05)
+            super().read_into(view, offset)
+            read.append(self.name)
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *args, **kwargs):
+            if self._threads:
+                interrupted.set()
+                raise KeyboardInterrupt
+            return super().submit(*args, **kwargs)
+
+    monkeypatch.setattr(engine, "ThreadPoolExecutor", Interrupted)
+    model, infos = nn.Module(), []
+    for number in range(40):
+        (tmp_path / f"{number}").write_bytes(torch.randn(1000).numpy().tobytes())
+        model.register_parameter(f"w{number}", nn.Parameter(torch.zeros(1000)))
+        infos.append(TensorInfo(f"w{number}", torch.float32, (1000,), Extent(Slow(tmp_path / f"{number}"), 0)))
+    with pytest.raises(KeyboardInterrupt):
+        load_into(model, Weights.describe(infos), transfer={"threads": 2}, progress=False)
+    assert len(read) < 40
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weightloaders")]

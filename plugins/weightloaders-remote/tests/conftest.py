@@ -258,6 +258,9 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Web]]:
         return web
 
     yield start
+    # An error is told while other files are still on their way.
+    for fetching in [thread for thread in threading.enumerate() if thread.name.startswith("weightloaders")]:
+        fetching.join(timeout=20)
     huggingface_hub.close_session()
     for server, thread in running:
         server.shutdown()

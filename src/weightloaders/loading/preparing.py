@@ -156,9 +156,7 @@ def sources_of(plan: LoadPlan) -> dict[str, str]:
     sources: dict[str, str] = {}
     for step in plan.steps:
         infos = step_infos(step)
-        described = describe_source(infos[0]) if infos else ""
-        if len(infos) > 1:
-            described = "; ".join([describe_source(info) for info in infos[:_SHOWN]])
+        described = "; ".join([describe_source(info) for info in infos[:_SHOWN]])
         if len(infos) > _SHOWN:
             described += f"; and {len(infos) - _SHOWN} more"
         if step.rules:

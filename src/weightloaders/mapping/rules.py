@@ -211,9 +211,11 @@ class RuleMapper:
         found = {}
         for rule in [rule for rule in self._unused.values() if isinstance(rule, Rename)]:
             name = next((name for name in names if rule.apply(name) is not None), None)
+            if name is None:
+                continue
             others = RuleMapper([other for other in self.rules if other is not rule], self._own, config=self._config)
-            claim = None if name is None else others.claim(name)
-            if name is not None and claim is not None and claim.target not in ("", name):
+            claim = others.claim(name)
+            if claim is not None and claim.target not in ("", name):
                 found[f"{rule}{self._suffix}"] = name, claim.target
         return found
 

@@ -222,38 +222,33 @@ class Transfer:
             return
         threads = threads_that_fit(min(self._threads, len(jobs)))
         schedule = Schedule(jobs)
-        with self._ended(ThreadPoolExecutor(max(threads, 1), "weightloaders")) as pool:
+        with self._pool(max(threads, 1)) as pool:
             pending = set()
             # Where the system gives no more threads, those that there are do all of it.
             with contextlib.suppress(RuntimeError):
                 for _ in range(threads):
                     pending.add(pool.submit(self._work_off, schedule))
-            try:
-                if not pending:
-                    self._work_off(schedule)
-                while pending:
-                    # A wait with a limit lets Ctrl-C through.
-                    done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-            except BaseException:
-                # The threads stop at their next job.
-                self._space.stop()
-                raise
+            if not pending:
+                self._work_off(schedule)
+            while pending:
+                # A wait with a limit lets Ctrl-C through.
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
         self._space.forget_buffers()
 
     @contextlib.contextmanager
-    def _ended(self, pool: ThreadPoolExecutor) -> Iterator[ThreadPoolExecutor]:
-        """A pool whose threads have ended with the block, also where Ctrl-C comes while they are waited for."""
+    def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads that have ended with the block, also where Ctrl-C comes while they are started or waited for."""
+        pool = ThreadPoolExecutor(threads, "weightloaders")
         try:
             yield pool
-        finally:
-            try:
-                pool.shutdown()
-            except BaseException:
-                self._space.stop()
-                pool.shutdown()
-                raise
+            pool.shutdown()
+        except BaseException:
+            # They stop at their next job.
+            self._space.stop()
+            pool.shutdown()
+            raise
 
     def _run_here(self, jobs: Sequence[Job]) -> None:
         """Code of others (a loader's `read`, a rule's function) runs one at a time, on the caller's thread.
