@@ -145,9 +145,9 @@ class Checksum:
         if not threads:
             return _differing(expected, {source: due.of(source, goes_on) for source, due in expected.items()})
         with ThreadPoolExecutor(threads, "weightloaders-checksums") as pool:
-            found = {source: pool.submit(due.of, source, goes_on) for source, due in expected.items()}
-            pending = set(found.values())
             try:
+                found = {source: pool.submit(due.of, source, goes_on) for source, due in expected.items()}
+                pending = set(found.values())
                 while pending:
                     done, pending = wait(pending, _PATIENCE, FIRST_EXCEPTION)
                     for future in done:
