@@ -49,12 +49,12 @@ def in_turn(
     pool = ThreadPoolExecutor(threads, name)
     tasks: list[Future[R]] = []
     try:
-        for item in items:
-            tasks.append(pool.submit(work, item))  # noqa: PERF401 -- those before a failure are wanted
-    except RuntimeError:
-        # No more threads are to be had, and what was handed out last may find nobody to do it.
-        pool.shutdown(cancel_futures=True)
-    try:
+        try:
+            for item in items:
+                tasks.append(pool.submit(work, item))  # noqa: PERF401 -- those before a failure are wanted
+        except RuntimeError:
+            # No more threads are to be had, and what was handed out last may find nobody to do it.
+            pool.shutdown(cancel_futures=True)
         for task in tasks:
             if task.cancelled():
                 break
