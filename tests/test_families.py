@@ -210,7 +210,7 @@ def test_the_comparison_sees_a_bit_a_buffer_a_tie_and_a_config() -> None:
 
 
 # In parts, which can run side by side.
-PARTS = 18
+PARTS = 54
 
 
 def test_nearly_all_classes_of_transformers_are_looked_at() -> None:
@@ -238,7 +238,7 @@ def test_every_default_model_of_transformers_plans_from_headers_alone(part: int)
     results = list(sweep(list(classes())[part::PARTS], workers=1, whole=True))
     assert {r.name: r.reason for r in results if r.status not in ("equal", "not built")} == {}
     assert {r.name for r in results if r.status == "not built"} <= NEED_MORE_PACKAGES
-    assert sum(r.tensors for r in results) > 10_000
+    assert sum(r.tensors for r in results) > 2_000
 
 
 # ------------------------------------------------------------------ experts
