@@ -292,7 +292,7 @@ def test_conversions_of_transformers_that_compute_are_found_again(tmp_path: Path
 
     if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
         pytest.skip(
-            "quantised checkpoints are refused with this version of transformers: see test_older_transformers.py"
+            "refused with this version of transformers: see test_older_transformers.py"
         )
     torch.manual_seed(0)
     config = LlamaConfig(
