@@ -239,7 +239,7 @@ def test_what_is_tied_is_reloaded_through_one_of_its_names(tmp_path):
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
     assert written(llm) != before
     change(second, drop("embed_tokens.weight"))
-    with pytest.raises(LoadError, match="wrote nothing to 'model.embed_tokens.weight', 'lm_head.weight'"):
+    with pytest.raises(LoadError, match=r"wrote nothing to 'model\.embed_tokens\.weight', 'lm_head\.weight'"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(first)})
     assert written(llm) == before

@@ -2,8 +2,8 @@
 
 transformers' quantizer for a model either replaced modules, so that codes and scales are parameters of their own and
 are filled like any others, or has the codes multiplied by their scales on the way: it *de-quantises*. These pieces are
-not public in transformers (``HfQuantizer``; there since 5.21, verified with 5.24). In older ones they have another form, and
-quantised checkpoints are refused there.
+not public in transformers (``HfQuantizer``; there since 5.21, verified with 5.24). In older ones they have another
+form, and quantised checkpoints are refused there.
 """
 
 from __future__ import annotations
