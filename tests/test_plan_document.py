@@ -291,9 +291,7 @@ def test_conversions_of_transformers_that_compute_are_found_again(tmp_path: Path
     from weightloaders.skeleton import build_skeleton
 
     if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
-        pytest.skip(
-            "refused with this version of transformers: see test_older_transformers.py"
-        )
+        pytest.skip("refused with this version of transformers: see test_older_transformers.py")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
