@@ -17,6 +17,7 @@ from weightloaders_remote.cache import usual_folder
 
 from weightloaders import Checksum, load_into, open_weights
 from weightloaders.errors import OptionsError, SourceReadError
+from weightloaders.weights.locks import locked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,6 +128,19 @@ with open_to_read({address!r}, "weightloaders_remote:RemoteLoader", cache={str(c
     assert [process.wait(timeout=120) for process in running] == [0, 0]
     assert len(files_in(cache)) == 1
     assert web.total < len(web.files["/m/model.safetensors"]) + (1 << 18)
+
+
+def test_a_process_that_was_stopped_is_not_waited_for_for_ever(
+    web: Web, address: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightloaders_remote.cache._STUCK", 0.5)
+    load(address, cache)
+    (file,) = cache.rglob("*.safetensors")
+    file.unlink()
+    with locked(file.parent / ".lock"), pytest.raises(SourceReadError, match="by another process") as caught:
+        load(address, cache)
+    assert str(file.parent / ".lock") in str(caught.value.hint)
+    load(address, cache)
 
 
 def test_what_was_not_used_for_longest_makes_room(web: Web, cache: Path) -> None:

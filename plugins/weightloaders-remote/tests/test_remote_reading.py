@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -136,6 +138,10 @@ def test_a_folder_that_is_not_listed_is_read_by_the_usual_names(place: Place) ->
 def test_what_is_not_there_is_not_found(place: Place) -> None:
     with refused("there is nothing at .*none.safetensors .status 404", SourceNotFoundError):
         place.open("none.safetensors")
+    place.answers("gone.safetensors", lambda _: (410, {}, b""))
+    with refused("there is nothing at .*gone.safetensors .status 410", SourceNotFoundError) as caught:
+        place.open("gone.safetensors")
+    assert caught.value.hint == "check the address"
     with refused("there is none of model.safetensors.index.json, model.safetensors", SourceNotFoundError):
         place.open()
 
@@ -268,6 +274,96 @@ def test_a_server_that_trickles_is_given_up(some: Place, monkeypatch: pytest.Mon
 
     with refused("sends too slowly|breaks off"):
         opened(some.answers("x.safetensors", trickling), **some.options)
+
+
+def endless(begin: bytes, more: bytes) -> Callable[[Handler], None]:
+    """Sends this, and then that again and again."""
+
+    def send(handler: Handler) -> None:
+        handler.wfile.write(begin)
+        while True:
+            handler.wfile.write(more)
+            time.sleep(0.02)
+
+    return send
+
+
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "begin", [b"HTTP/1.1 200 OK\r\n" + CHUNKED, b"HTTP/1.1 403 Forbidden\r\n" + CHUNKED, b"HTTP/1.1 200 OK\r\n"]
+)
+@pytest.mark.parametrize("name", ["", "x.safetensors"])
+def test_an_answer_that_has_no_end_is_given_up(
+    some: Place, monkeypatch: pytest.MonkeyPatch, begin: bytes, name: str
+) -> None:
+    monkeypatch.setitem(stores._CLIENT, "timeout", "0.5s")
+    monkeypatch.setattr(RemoteSource, "patience", 0.0)
+    some.web.before = endless(begin, b"10\r\n<0123456789012>\r\n" if begin.endswith(CHUNKED) else b"X-More: y\r\n")
+    with refused("does not answer in time|breaks off|without Content-Length"):
+        some.open(name)
+
+
+def test_headers_that_have_no_end_are_given_up(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightloaders.weights.http._HEADERS_WITHIN", 0.5)
+    monkeypatch.setattr(RemoteSource, "patience", 0.0)
+    web.before = endless(b"HTTP/1.1 206 Partial Content\r\n", b"X-More: y\r\n")
+    with refused("does not answer in time"):
+        opened(f"{web.url}/x.safetensors", headers={"X-Token": "x"})
+
+
+def test_a_bucket_that_always_has_more_to_list_is_given_up(some: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_LISTED_WITHIN", 0.5)
+    monkeypatch.setattr(RemoteSource, "patience", 0.0)
+    page = (
+        b"<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken><Contents>"
+        b"<Key>folder/x.safetensors</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><Size>5</Size></Contents>"
+        b"</ListBucketResult>"
+    )
+    enough = threading.Event()
+    some.web.odd["/bucket"] = lambda _: (200, {}, b"<ListBucketResult/>" if enough.is_set() else page)
+    some.web.before = lambda _: time.sleep(0.01)
+    try:
+        with refused("does not answer in time"):
+            some.open()
+    finally:
+        enough.set()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system sends no signals to a thread")
+@pytest.mark.parametrize("name", ["", "x.safetensors"])
+@pytest.mark.parametrize("scheme", ["http", "s3"])
+def test_ctrl_c_does_not_wait_for_a_server(web: Web, scheme: str, name: str) -> None:
+    place = place_on(web, scheme)
+    asked, enough, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def late(_: Handler) -> None:
+        asked.set()
+        enough.wait(15)
+        answered.set()
+
+    def interrupt() -> None:
+        asked.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    web.before = late
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            place.open(name)
+        assert not answered.is_set()
+    finally:
+        enough.set()
+        thread.join()
+
+
+def test_a_server_that_fails_is_not_asked_again_for_each_loader_that_might_read(some: Place) -> None:
+    address = some.answers("x.bin", lambda _: (503, {}, b""))
+    with refused("answers with status 503"):
+        opened(address, **some.options)
+    assert len(some.web.asked) == 5
 
 
 def test_a_server_that_is_not_there_is_named(place: Place) -> None:
@@ -416,6 +512,8 @@ def test_a_secret_is_no_option(some: Place, name: str) -> None:
         ({"headers": {"X-Token": "user:password\n"}}, "headers: 'X-Token' can't be sent"),
         ({"cache_size": "lots"}, "'lots' is no size"),
         ({"config": {"nonsense": "x"}}, "can't be reached with these settings"),
+        ({"subfolder": "../other"}, "subfolder: '../other' is no folder within"),
+        ({"subfolder": "a//b"}, "subfolder: 'a//b' is no folder within"),
     ],
 )
 def test_options_that_can_not_be_are_refused(options: dict[str, Any], says: str) -> None:
@@ -474,5 +572,6 @@ def test_what_a_server_says_wrongly_is_said_and_not_asked_for_again(web: Web, an
     with pytest.raises(RemoteReadError, match=said) as caught:
         open_weights(f"{web.url}/m/model.safetensors", RemoteLoader)
     assert "region" not in str(caught.value)
+    assert caught.value.hint
     # A client follows so many redirects.
     assert len(web.asked) == (11 if "Location" in answer[1] else 1)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from weightloaders.errors import SourceNotFoundError, WeightLoadersError
 from weightloaders.weights.discretion import keep_secrets_out_of_logs, shown
 from weightloaders.weights.remote import HEAD_BYTES, Answer, RemoteSource, TransientError
+from weightloaders.weights.threads import interruptible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 8
+# Seconds that the headers of an answer may take.
+_HEADERS_WITHIN = 30.0
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
 
@@ -87,7 +91,7 @@ class HttpSource(RemoteSource):
                     {**headers, "Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"},
                     constants.HF_HUB_DOWNLOAD_TIMEOUT,
                 )
-                response = client.send(request, stream=True, follow_redirects=False)
+                response = _sent(client, request)
                 try:
                     if response.status_code not in _REDIRECTS or "location" not in response.headers:
                         yield response
@@ -104,6 +108,8 @@ class HttpSource(RemoteSource):
             raise
         except errors.OfflineModeIsEnabled as error:
             raise self.error("is not asked for: huggingface_hub is in offline mode", hint=OFFLINE_HINT) from error
+        except TimeoutError as error:
+            raise TransientError("does not answer in time") from error
         # A client that another thread closes meanwhile, as huggingface_hub does after a failed connection, says so by a
         # RuntimeError.
         except (errors.HTTPError, OSError, RuntimeError) as error:  # type: ignore[attr-defined]
@@ -166,7 +172,9 @@ class HttpSource(RemoteSource):
             asks = f" and asks to wait {wait:.0f} seconds" if wait else ""
             return TransientError(f"answers with status {status}{asks}", status=status, code=code, wait=wait)
         if status in (404, 410):
-            return SourceNotFoundError(f"there is nothing at {self.name} (status {status})", file=self.name)
+            return SourceNotFoundError(
+                f"there is nothing at {self.name} (status {status})", file=self.name, hint="check the address"
+            )
         if status == 416 and start > 0:
             # What was asked for was there.
             return self.changed()
@@ -186,6 +194,12 @@ class HttpSource(RemoteSource):
 
 #: What to do where an offline switch keeps from asking.
 OFFLINE_HINT = "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE to have it asked for"
+
+
+def _sent(client: Any, request: Any) -> Any:
+    """The answer, once its headers are there: its time-outs are for each byte, and headers may trickle for ever."""
+    send = partial(client.send, request, stream=True, follow_redirects=False)
+    return interruptible(send, _HEADERS_WITHIN, lambda response: response.close())
 
 
 def _finish(response: Any) -> None:

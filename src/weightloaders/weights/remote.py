@@ -26,6 +26,9 @@ R = TypeVar("R")
 
 #: What the first request asks for: a file's size comes with it, and most headers fit into it.
 HEAD_BYTES = 64 << 10
+#: What to do about an answer that nobody can do anything with.
+OTHERS_FAULT = "check the address; if it is right, ask whoever runs the server, or download the file and name that"
+_LATER = "check the network, or try again later"
 # Small parts that are no further apart are asked for together; others, too, as long as what lies between them comes to
 # no more than this in all: it takes less time than the requests that it saves.
 _GAP = 16 << 10
@@ -230,7 +233,7 @@ class RemoteSource(ByteSource):
                 lambda: self._attempt(progress), lambda: progress.done, pause=self.pause, patience=self.patience
             )
         except TransientError as error:
-            hint = "wait before you try again" if error.status == 429 else "check the network, or try again later"
+            hint = "wait before you try again" if error.status == 429 else _LATER
             raise self.error(str(error), error.status, error.code, hint) from error.__cause__
 
     def _attempt(self, progress: _Progress) -> None:
@@ -259,7 +262,7 @@ class RemoteSource(ByteSource):
     def _check_pace(self, progress: _Progress) -> None:
         elapsed = time.monotonic() - progress.started
         if elapsed > self.slow_after and progress.done < _SLOWEST * elapsed:
-            raise self.error(f"sends too slowly: {progress.done} bytes in {elapsed:.0f} seconds")
+            raise self.error(f"sends too slowly: {progress.done} bytes in {elapsed:.0f} seconds", hint=_LATER)
 
     # -- errors
 
@@ -270,9 +273,11 @@ class RemoteSource(ByteSource):
             what: What is wrong, as a predicate of the source.
             status: The status that was answered with.
             code: The server's own code for the reason.
-            hint: What to do about it.
+            hint: What to do about it. Default: ask whoever runs the server.
         """
-        return RemoteReadError(f"{self.name} {what}", file=self.name, status=status, code=code, hint=hint)
+        return RemoteReadError(
+            f"{self.name} {what}", file=self.name, status=status, code=code, hint=hint or OTHERS_FAULT
+        )
 
     def changed(self) -> SourceReadError:
         """The error for what is not what it was."""

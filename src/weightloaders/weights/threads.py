@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -66,6 +68,43 @@ def in_turn(
         raise
     pool.shutdown()
     yield from map(work, items[done:])
+
+
+def interruptible(
+    call: Callable[[], R], seconds: float | None = None, late: Callable[[R], object] = lambda _: None
+) -> R:
+    """What a call returns that itself looks neither for Ctrl-C nor at a clock: a thread of its own makes it.
+
+    Args:
+        call: What is waited for. It goes on where nobody waits for it any more.
+        seconds: How long it is waited for.
+        late: Given what the call returns when nobody waits for it any more.
+
+    Raises:
+        TimeoutError: If it takes longer.
+    """
+    if not threads_that_fit(1):
+        return call()
+    outcome: Future[R] = Future()
+
+    def work() -> None:
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 -- raised where it is waited for
+            with contextlib.suppress(InvalidStateError):
+                outcome.set_exception(error)
+            return
+        try:
+            outcome.set_result(result)
+        except InvalidStateError:
+            late(result)
+
+    # Not one that the process waits for when it ends.
+    threading.Thread(target=work, name="weightloaders-waiting", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    finally:
+        outcome.cancel()
 
 
 def threads_that_fit(wanted: int) -> int:

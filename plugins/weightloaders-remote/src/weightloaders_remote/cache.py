@@ -45,6 +45,8 @@ _PART = 16 << 20
 # Seconds within which what was used is not removed, and between two looks whether another process has done its work.
 _IN_USE = 3600.0
 _BETWEEN_LOOKS = 0.1
+# Seconds after which who has written nothing is thought to have been stopped; the disk may take long at the end.
+_STUCK = 600.0
 _UNFINISHED = ".unfinished-"
 # In the folder that the user names there may be anything.
 _OWN = "weightloaders-remote-cache"
@@ -139,6 +141,13 @@ class Cache:
                     if not _is_whole(place, source.size):
                         self._download(source, place)
             except BlockingIOError:
+                if _last_written(place.parent) < time.time() - _STUCK:
+                    raise SourceReadError(
+                        f"{source.name} is being downloaded by another process, which writes nothing",
+                        file=source.name,
+                        hint=f"end that process, which holds {place.parent / '.lock'}, or load without a cache "
+                        "(cache=False)",
+                    ) from None
                 time.sleep(_BETWEEN_LOOKS)
                 # Whoever made room may have taken the folder for an old one.
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -250,6 +259,16 @@ def _is_whole(place: Path, size: int) -> bool:
     with contextlib.suppress(OSError):
         _write_sums(place, digest)
     return True
+
+
+def _last_written(folder: Path) -> float:
+    """When something in a folder was last written; now, if there is nothing."""
+    times = []
+    with contextlib.suppress(OSError):
+        for file in folder.iterdir():
+            with contextlib.suppress(OSError):
+                times.append(file.stat().st_mtime)
+    return max(times, default=time.time())
 
 
 def _write_sums(place: Path, digest: str) -> None:

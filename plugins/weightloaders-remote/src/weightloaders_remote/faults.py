@@ -70,6 +70,8 @@ def fault_of(error: BaseException) -> Fault:
     """What an exception of obstore's says."""
     from obstore import exceptions
 
+    if isinstance(error, TimeoutError):
+        return Fault("transient", "does not answer in time")
     if _is_panic(error):
         return Fault("bad settings", "can't be asked for with these settings")
     text = str(error)
@@ -80,7 +82,7 @@ def fault_of(error: BaseException) -> Fault:
     said = f"status {status}, {code}" if status and code else f"status {status}" if status else code
     if _METADATA.search(text):
         return Fault("no credentials", "needs credentials, and none were found", status, code)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or status == 410:
         return Fault("absent", f"is not there ({said})" if said else "is not there", status or 404, code)
     if isinstance(error, exceptions.InvalidPathError):
         key = _BAD_KEY.search(text)

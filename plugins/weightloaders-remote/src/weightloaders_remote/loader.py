@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 # Its names are resolved on first use. Like obstore, torch is not needed for listing the loaders.
 import weightloaders as wl
-from weightloaders.errors import ModelError, OptionsError, SourceError, SourceNotFoundError
+from weightloaders.errors import ModelError, OptionsError, RemoteReadError, SourceError, SourceNotFoundError
 from weightloaders.loaders.http import checked_headers
 from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import PARAMS_FILE
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from weightloaders_remote.cache import Cache
+
+# Services answer so for what is not there, too, where they don't tell just anybody.
+_REFUSALS = (401, 403)
 
 
 class RemoteLoader(wl.BaseWeightLoader):
@@ -82,6 +85,8 @@ class RemoteLoader(wl.BaseWeightLoader):
         self._access = Access(endpoint, region, profile, anonymous, account, config or {})
         self._headers = checked_headers(headers or {})
         self._subfolder = (subfolder or "").strip("/")
+        if self._subfolder and not {"", ".", ".."}.isdisjoint(self._subfolder.split("/")):
+            raise OptionsError(f"subfolder: {subfolder!r} is no folder within the one that is named")
         self._cache = None if cache is False else _cache_in(cache, cache_size)
         self._reader = reader
         said = {
@@ -112,9 +117,6 @@ class RemoteLoader(wl.BaseWeightLoader):
             OptionsError: If the loader that reads the files does not take the options.
         """
         listing, name = self._place(model_name_or_path)
-        if not name:
-            # What keeps it from being listed is said before any loader is asked.
-            _ = listing.names
         reader = self._reader_for(listing, name)
         # The next load looks again: what lies there may be another one by then.
         self._folders.clear()
@@ -126,7 +128,9 @@ class RemoteLoader(wl.BaseWeightLoader):
         listing, name = self._place(model_name_or_path)
         try:
             reader = self._reader_for(listing, name)
-        except SourceError:
+        except SourceError as error:
+            if isinstance(error, RemoteReadError) and error.status not in _REFUSALS:
+                raise
             # A folder with a config need not hold weights.
             reader = None
         try:
@@ -161,6 +165,8 @@ class RemoteLoader(wl.BaseWeightLoader):
 
         place = listing.where, name
         if place not in self._readers:
+            # What keeps it from being read is said here: each of those that are asked would wait for it once more.
+            _ = listing.open(name).size if name else listing.names
             reader = wl.WeightLoaderRegistry.create(self._reader, **self._reader_options)
             self._readers[place] = reader.choose_for(listing, name) if isinstance(reader, AutoLoader) else reader
         return self._readers[place]

@@ -11,11 +11,11 @@ from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundErr
 from weightloaders.loaders.web import UnlistedFolder
 from weightloaders.weights.file_names import names_weights
 from weightloaders.weights.index import MAX_INDEX_BYTES
-from weightloaders.weights.remote import Answer, RemoteSource, TransientError, persistently
+from weightloaders.weights.remote import OTHERS_FAULT, Answer, RemoteSource, TransientError, persistently
 from weightloaders.weights.texts import read_small
 from weightloaders.weights.threads import in_parallel
 from weightloaders_remote.faults import fault_of, is_obstores
-from weightloaders_remote.stores import FaultError
+from weightloaders_remote.stores import FaultError, waited_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class ObjectSource(RemoteSource):
         stream = iter(result.stream(min_chunk_size=1))
         while True:
             try:
-                chunk = next(stream, None)
+                chunk = waited_for(lambda: next(stream, None))
             except BaseException as error:
                 if not is_obstores(error):
                     raise
@@ -112,8 +112,10 @@ def explained(fault: Fault, name: str, store: Store) -> SourceError:
     if fault.code in ("NoSuchBucket", "ContainerNotFound"):
         return SourceNotFoundError(f"there is no {store.name}", file=name, hint="check its name, region and endpoint")
     if fault.kind == "absent":
-        return SourceNotFoundError(f"there is nothing at {name} (status {fault.status})", file=name)
-    hint = None
+        return SourceNotFoundError(
+            f"there is nothing at {name} (status {fault.status})", file=name, hint="check the address"
+        )
+    hint = OTHERS_FAULT
     if fault.region:
         hint = f"the bucket is in another region: region={fault.region!r}"
     elif fault.status == 301 or (fault.kind == "elsewhere" and store.has_regions):
@@ -250,7 +252,7 @@ class ObjectFolder:
             raise fault.transient()
 
         try:
-            return persistently(attempt)
+            return persistently(attempt, pause=RemoteSource.pause, patience=RemoteSource.patience)
         except TransientError as error:
             problem = str(error)
             status = error.status

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from weightloaders.errors import MissingDependencyError, OptionsError, RemoteReadError, SourceNotFoundError
+from weightloaders.weights.threads import interruptible
 from weightloaders_remote.faults import Fault, fault_of, is_obstores
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ T = TypeVar("T")
 
 # Our own attempts go on where a connection broke off, so obstore makes none of its own.
 _NO_RETRIES: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
-# A transfer takes as long as it takes, as long as something comes.
-_CLIENT = {"timeout": "365d", "connect_timeout": "10s", "read_timeout": "20s"}
+# A transfer that takes longer is gone on with by another request. What says why it can't be, or what there is, is read
+# whole into memory, and may not come for ever.
+_CLIENT = {"timeout": "30s", "connect_timeout": "10s", "read_timeout": "20s"}
+_LISTED_WITHIN = 300.0
 # What the environment may say of where S3 is, obstore's names for it included.
 _ENDPOINTS = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
@@ -158,7 +161,8 @@ class Store:
         """The objects right below a prefix, and the prefixes. Raises `FaultError`."""
         import obstore
 
-        found = guarded(lambda: obstore.list_with_delimiter(self._store, prefix or None))
+        # Page after page, and each of them may say that there are more.
+        found = guarded(lambda: obstore.list_with_delimiter(self._store, prefix or None), _LISTED_WITHIN)
         return list(found["objects"]), list(found["common_prefixes"])
 
 
@@ -170,21 +174,28 @@ class FaultError(Exception):
         self.fault = fault
 
 
-def guarded(call: Callable[[], T]) -> T:
-    """What a call of obstore's returns.
+def guarded(call: Callable[[], T], seconds: float | None = None) -> T:
+    """What a call of obstore's returns, within this time if one is given.
 
     Raises:
         FaultError: What it raised, without its text.
     """
     _check_process()
     try:
-        return call()
+        return waited_for(call, seconds)
     except BaseException as error:
         if not is_obstores(error):
             raise
         fault = fault_of(error)
     # Out of the `except`, so that the other, whose text may hold a secret, is not its context.
     raise FaultError(fault)
+
+
+def waited_for(call: Callable[[], T], seconds: float | None = None) -> T:
+    """What a call of obstore's returns, which looks for no signals, where Ctrl-C can end it, or the time is limited."""
+    if seconds is None and threading.current_thread() is not threading.main_thread():
+        return call()
+    return interruptible(call, seconds)
 
 
 def _check_process() -> None:
