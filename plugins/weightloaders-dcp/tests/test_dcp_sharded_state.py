@@ -221,3 +221,14 @@ def test_two_files_with_the_same_numbers_are_refused(tmp_path):
     saved(tmp_path, {"model-rank-0-part-0": 0, "model-rank-00-part-0": 5})
     with pytest.raises(AmbiguousSourceError, match="model-rank-00-part-0"):
         wl.open_weights(tmp_path, ShardedStateLoader)
+
+
+@pytest.mark.parametrize("kind", ["folder", "dead link"])
+def test_what_lies_in_the_place_of_a_ranks_file_is_no_reason_to_read_without_it(tmp_path, kind):
+    saved(tmp_path, {"model-rank-0-part-0": 0})
+    other = tmp_path / "model-rank-1-part-0.safetensors"
+    other.mkdir() if kind == "folder" else other.symlink_to(tmp_path / "nowhere")
+    for options in ({"axes": {"w": 0}}, {"rank": 1}):
+        with pytest.raises(IncompleteCheckpointError, match=r"model-rank-1-part-0\.safetensors in .* is a"):
+            wl.open_weights(tmp_path, ShardedStateLoader, **options)
+    assert list(wl.open_weights(tmp_path, ShardedStateLoader, rank=0)) == ["w"]

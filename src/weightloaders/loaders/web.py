@@ -40,7 +40,8 @@ class UnlistedFolder:
     def __init__(self, where: str, locate: Callable[[str], ByteSource]) -> None:
         self.where = where
         self._locate = locate
-        self._opened: dict[str, ByteSource] = {}
+        self._located: dict[str, ByteSource] = {}
+        self._opened: set[str] = set()
         self._refusals: dict[str, SourceError] = {}
 
     @property
@@ -76,11 +77,11 @@ class UnlistedFolder:
             SourceError: If the server can't be reached, or can't be read from in parts.
         """
         new = [name for name in dict.fromkeys(names) if name not in self._opened and name not in self._refusals]
-        for name, answer in zip(new, in_parallel(self._look, new), strict=True):
-            if isinstance(answer, SourceError):
-                self._refusals[name] = answer
+        for name, refusal in zip(new, in_parallel(self._look, new), strict=True):
+            if refusal is not None:
+                self._refusals[name] = refusal
             else:
-                self._opened[name] = answer
+                self._opened.add(name)
         return {name: _in_short(self._refusals[name]) for name in names if name in self._refusals}
 
     def read(self, name: str) -> bytes:
@@ -89,7 +90,8 @@ class UnlistedFolder:
 
     def open(self, name: str) -> ByteSource:
         """A file of that relative path."""
-        return self._opened.get(name) or self._locate(name)
+        # The same each time: it keeps its beginning, which several may want to see.
+        return self._located.setdefault(name, self._locate(name))
 
     def subfolders_with_weights(self) -> list[str]:
         """None that are known."""
@@ -98,17 +100,16 @@ class UnlistedFolder:
     def _way_out(self) -> str:
         return "name the file itself, if it is called otherwise"
 
-    def _look(self, name: str) -> ByteSource | SourceError:
-        source = self._locate(name)
+    def _look(self, name: str) -> SourceError | None:
         try:
-            _ = source.size
+            _ = self.open(name).size
         except SourceNotFoundError as error:
             return error
         except RemoteReadError as error:
             if error.status in (401, 403):
                 return error
             raise
-        return source
+        return None
 
 
 class WebFolder(UnlistedFolder):

@@ -136,6 +136,7 @@ def _joined(name: str, way: Split, having: Mapping[str, TensorInfo]) -> TensorIn
                 f"{next(iter(having))}, {list(info.shape)} {info.dtype} in {part}, split along dimension {axis}",
                 file=part,
                 tensor=name,
+                hint="it was split along another dimension, or the files belong to different checkpoints",
             )
         if info.shape[axis] % sum(way.sections):
             raise CheckpointFormatError(
@@ -143,6 +144,7 @@ def _joined(name: str, way: Split, having: Mapping[str, TensorInfo]) -> TensorIn
                 f"which can't be divided as {':'.join(map(str, way.sections))}",
                 file=part,
                 tensor=name,
+                hint="declare the sections of one part: those of a part's queries, keys and values",
             )
     size = sum(info.shape[axis] for info in infos)
     shape = (*first.shape[:axis], size, *first.shape[axis + 1 :])

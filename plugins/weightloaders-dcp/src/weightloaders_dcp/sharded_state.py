@@ -119,7 +119,7 @@ class ShardedStateLoader(wl.BaseWeightLoader):
 def _ranks(listing: Listing, world_size: int | None, only: int | None) -> dict[int, list[str]]:
     """Each rank's files in their order, none of them missing as far as the numbers tell; or those of one rank."""
     found: dict[int, dict[int, str]] = {}
-    for name in sorted(listing.names):
+    for name in sorted({*listing.names, *listing.odd}):
         match = _NAME.fullmatch(name)
         if match is not None:
             twin = found.setdefault(int(match[1]), {}).setdefault(int(match[2]), name)
@@ -149,6 +149,13 @@ def _ranks(listing: Listing, world_size: int | None, only: int | None) -> dict[i
                 file=f"{listing.where}/model-rank-{rank}-part-{lacking}.safetensors",
                 hint="fetch what is missing",
             )
+    files = [name for rank in wanted for name in found[rank].values()]
+    problems = listing.problems(files)
+    if problems:
+        name, problem = next(iter(problems.items()))
+        raise IncompleteCheckpointError(
+            f"{name} in {listing.where} {problem}", file=f"{listing.where}/{name}", hint="fetch what is missing"
+        )
     return {rank: [found[rank][part] for part in sorted(found[rank])] for rank in wanted}
 
 

@@ -75,7 +75,7 @@ class NpzLoader(wl.BaseWeightLoader):
             )
         begins = source.read_many([(array.offset, min(array.packed_size, _MAX_HEADER_BYTES)) for array in arrays])
         infos = [_describe(array, begin) for array, begin in zip(arrays, begins, strict=True)]
-        others = {member.name: "not a .npy array" for member in members if member not in arrays}
+        others = {member.name: "not a .npy array" for member in members if not member.name.endswith(".npy")}
         return wl.Weights.describe(infos, skipped_files=others)
 
     @classmethod
