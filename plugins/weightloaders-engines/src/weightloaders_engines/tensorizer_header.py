@@ -125,6 +125,7 @@ def read_index(source: wl.ByteSource) -> Index:
         raise CheckpointFormatError(
             f"{path} is of a version of tensorizer's format that is not known here: {version}, with flags {flags:#x}",
             file=path,
+            hint="the file is damaged, or written by a newer tensorizer: load it with that one, and save it otherwise",
         )
     if version == _VERSION_OF_ENCRYPTION or flags & _ENCRYPTED:
         raise CheckpointFormatError(
