@@ -1,7 +1,8 @@
 """transformers' quantizer for a model: chosen by its config, applied to its skeleton, and once more when it is filled.
 
 What of it the plan needs is in `weightloaders.mapping.quantised`. These pieces of transformers are not public
-(``quantizers.auto``, ``HfQuantizer``; verified with 5.24); where one is not there, a quantised model is refused.
+(``quantizers.auto``, ``HfQuantizer``; there since 5.21, verified with 5.24); where one is not there, a quantised model
+is refused.
 """
 
 from __future__ import annotations
