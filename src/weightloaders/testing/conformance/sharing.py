@@ -59,7 +59,7 @@ class Sharing(Author):
                 return weights["t1"]
 
         def read_in_turns(share: bool) -> None:
-            end, in_vain = time.monotonic() + self.patience / 3, 0
+            end, in_vain = time.monotonic() + self.patience / 10, 0
             with self.open(source) as weights:
                 weights["t0"]  # what is imported on first use is no step
                 steps = steps_of(lambda: weights["t0"])
