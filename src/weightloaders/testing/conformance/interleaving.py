@@ -120,9 +120,10 @@ def _followed(function: Callable[[], _T], arrive: Callable[[Step], object]) -> _
 
 def _is_the_loaders(frame: FrameType) -> bool:
     """Whether it is a loader's code that runs, or what that called."""
-    first, caller = frame, frame
+    first: FrameType = frame
+    caller: FrameType | None = frame
     while caller is not None and _package_of(caller) != "weightloaders":
-        first, caller = caller, caller.f_back  # type: ignore[assignment]
+        first, caller = caller, caller.f_back
     # What this library has called is its own affair, unless it is the loader.
     return first is not caller and _package_of(first) not in _NO_LOADERS
 

@@ -87,9 +87,9 @@ class Options(Author):
             if _answer(loader, str(source), self.patience) == "yes":
                 error = refusal(partial(self.open, source))
                 expect(error is None, f"`probe` says yes to a checkpoint ({kind}), which the loader refuses: {error}")
-        asks_to_be_named = not self.recognised or loader.probe.__func__ is wl.BaseWeightLoader.probe.__func__
+        unasked, probe = (inspect.getattr_static(kind, "probe") for kind in (wl.BaseWeightLoader, loader))
         expect(
-            asks_to_be_named or _answer(loader, str(sources["own"]), self.patience) != "no",
+            probe is unasked or not self.recognised or _answer(loader, str(sources["own"]), self.patience) != "no",
             "`probe` says no to a checkpoint that the loader reads, so that it must be named; if that is meant, say "
             "`recognised = False`",
         )
