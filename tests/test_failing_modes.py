@@ -6,6 +6,7 @@ import gc
 import hashlib
 import logging
 import mmap
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -306,35 +307,57 @@ def test_a_parameter_that_one_thread_has_begun_counts_as_written_when_another_on
     assert second._version > version
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_child_that_was_forked_while_a_model_was_loaded_can_load_it(file: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_a_child_that_is_started_while_a_model_is_loaded_can_load_it(file: Path, tmp_path: Path, start: str) -> None:
+    if start not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system has none")
     program = """
-        import os, sys, torch, warnings
+        import multiprocessing, os, sys, torch, warnings
         from torch import nn
         from weightloaders import load_into
 
         warnings.simplefilter("ignore")
-        model = nn.Sequential(*(nn.Linear(30, 20, bias=False) for _ in range(4)))
-        children = []
 
-        def fork(event):
-            if not event.done_bytes and not children:
-                children.append(os.fork())
-                if not children[0]:
-                    report = load_into(model, sys.argv[1], progress=False)
-                    os._exit(0 if len(report.loaded) == 4 else 1)
+        class Own(nn.Sequential):
+            def load_weights(self, weights):
+                parameters = dict(self.named_parameters())
+                for name, tensor in weights:
+                    parameters[name].data.copy_(tensor)
 
-        load_into(model, sys.argv[1], progress=fork)
-        print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+        def model(kind):
+            return kind(*(nn.Linear(30, 20, bias=False) for _ in range(4)))
+
+        def load(half_loaded):
+            for kind in (nn.Sequential, Own):
+                for filled in (model(kind), half_loaded):
+                    report = load_into(filled, sys.argv[1], progress=False)
+                    assert len(report.loaded) == 4
+
+        if __name__ == "__main__":
+            codes = []
+
+            # A model that loads itself is told of progress while it has a part of its tensors.
+            def start_child(event):
+                if event.done_bytes and not codes:
+                    child = multiprocessing.get_context(sys.argv[2]).Process(target=load, args=(filled,))
+                    child.start()
+                    child.join(100)
+                    codes.append(child.exitcode)
+
+            filled = model(Own)
+            load_into(filled, sys.argv[1], progress=start_child)
+            print(codes)
     """
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(file)],
+        [sys.executable, script, file, start],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
-    assert done.stdout.strip() == "0"
+    assert done.stdout.strip() == "[0]", done.stderr
 
 
 # ------------------------------------------------------------------ Ctrl-C
