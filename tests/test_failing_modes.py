@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import logging
 import mmap
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ from torch import nn
 
 from weightloaders import ByteSource, Extent, TensorInfo, Weights, load_into, load_status
 from weightloaders.errors import ConfigError, LoadError, SourceReadError
+from weightloaders.loading import loading
 from weightloaders.mapping.placement import placement
 from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
@@ -28,6 +32,7 @@ from weightloaders.transfer import jobs
 from weightloaders.transfer.engine import Transfer
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.threads import in_parallel, in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -330,3 +335,63 @@ def test_a_child_that_was_forked_while_a_model_was_loaded_can_load_it(file: Path
         check=True,
     )
     assert done.stdout.strip() == "0"
+
+
+# ------------------------------------------------------------------ Ctrl-C
+
+
+def test_the_callers_thread_takes_no_lock_that_ctrl_c_could_leave_taken(file: Path) -> None:
+    """Within Python code it is taken before its taker knows: interrupted there, others wait for it for ever."""
+    taken = []
+
+    def watch(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_qualname in ("Condition.__enter__", "_AcquireFutures.__enter__"):
+            callers = [frame.f_back, frame.f_back.f_back]
+            # What Python itself does to start a thread can't be helped.
+            if [caller.f_code.co_qualname for caller in callers] != ["Event.wait", "Thread.start"]:
+                taken.append([caller.f_code.co_qualname for caller in callers])
+
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    (file.parent / "SHA256SUMS").write_text(f"{digest}  {file.name}\n")
+    for kind in (nn.Sequential, Own):
+        filled = model(kind)
+        sys.setprofile(watch)
+        try:
+            load_into(filled, file.parent, transfer={"threads": 3}, verify=["sha256", "record"], progress=False)
+        finally:
+            sys.setprofile(None)
+        assert load_status(filled) == "loaded"
+    sys.setprofile(watch)
+    try:
+        assert in_parallel(lambda item: item + 1, range(20), 4) == list(range(1, 21))
+    finally:
+        sys.setprofile(None)
+    assert taken == []
+
+
+def test_what_fails_in_a_thread_is_raised_in_its_turn_and_ends_the_rest() -> None:
+    done = []
+
+    def work(item: int) -> int:
+        if item == 5:
+            raise SystemExit("a thread's own end")
+        time.sleep(0.002)
+        done.append(item)
+        return item
+
+    results = in_turn(work, range(500), 4)
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(SystemExit, match="a thread's own end"):
+        next(results)
+    wait_for = time.monotonic() + 20
+    while any(t.name.startswith("weightloaders") for t in threading.enumerate()) and time.monotonic() < wait_for:
+        time.sleep(0.001)
+    assert len(done) < 20
+
+
+def test_ctrl_c_before_code_of_a_loader_is_called_leaves_no_other_complaint(file: Path) -> None:
+    """What names the code at fault is given up with it, and says nothing of its own: pytest fails where it does."""
+    naming = loading._naming(object(), "get_weights", str(file))
+    naming.__enter__()
+    del naming
+    gc.collect()
