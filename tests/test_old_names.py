@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.families import different, randomise
 from weightloaders import from_pretrained, load_into, plan_load
+from weightloaders.errors import PlanError
 from weightloaders.plan import ComputeStep
 from weightloaders.skeleton import build_skeleton
 
@@ -199,6 +200,11 @@ def folder_of(case: str, folder: Path) -> tuple[Any, type[Any]]:
 def test_names_of_all_times_load_as_transformers_loads_them(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
     _, target_class = folder_of(case, tmp_path)
     expected, said = target_class.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    if said["missing_keys"]:
+        # This version of transformers does not know the names, and leaves the parameters random.
+        with pytest.raises(PlanError, match=f"{len(said['missing_keys'])} of"):
+            from_pretrained(tmp_path, dtype=dtype, progress=False)
+        return
     model, report = from_pretrained(tmp_path, dtype=dtype, progress=False)
     assert list(different(model, expected)) == []
     assert report.missing == report.mismatched == sorted(said["missing_keys"]) == []

@@ -286,9 +286,12 @@ def test_a_transformers_model_is_loaded_by_a_plan_that_the_command_line_wrote(tm
 
 def test_conversions_of_transformers_that_compute_are_found_again(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     from weightloaders.skeleton import build_skeleton
 
+    if not hasattr(FineGrainedFP8HfQuantizer, "get_load_operations"):
+        pytest.skip("refused with this version of transformers: see test_older_transformers.py")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

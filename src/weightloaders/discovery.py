@@ -33,6 +33,11 @@ KNOWN_PACKAGES = {
     **{engine: f"'weightloaders-engines[{engine}]'" for engine in ("tensorizer", "runai", "fastsafetensors")},
 }
 
+# Those of the same project, also the ones that read nothing.
+OUR_PACKAGES = {
+    f"weightloaders-{name}" for name in ("checksum", "dcp", "engines", "gguf", "meta", "npz", "remote", "vllm")
+}
+
 _UNKNOWN = "unknown"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _TARGET = re.compile(r"(?P<module>[\w.]+)\s*(:\s*(?P<attribute>[\w.]+))?\s*(\[.*\])?")

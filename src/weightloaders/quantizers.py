@@ -1,7 +1,8 @@
 """transformers' quantizer for a model: chosen by its config, applied to its skeleton, and once more when it is filled.
 
 What of it the plan needs is in `weightloaders.mapping.quantised`. These pieces of transformers are not public
-(``quantizers.auto``, ``HfQuantizer``; verified with 5.24); where one is not there, a quantised model is refused.
+(``quantizers.auto``, ``HfQuantizer``; there since 5.21, verified with 5.24); where one is not there, a quantised model
+is refused.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def _declared(config: Any) -> Any:
     declared = getattr(config, "quantization_config", None)
     if declared is None and hasattr(config, "get_text_config"):
         declared = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if declared is not None and not isinstance(declared, Mapping) and not hasattr(declared, "to_dict"):
+        raise ModelError(f"the config's quantization_config is no mapping, but {declared!r:.100}", hint=_IF_PLAIN)
     return declared
 
 

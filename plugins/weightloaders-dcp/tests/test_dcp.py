@@ -40,6 +40,7 @@ from weightloaders.errors import (
     UnsafeCheckpointError,
     WeightLoadersError,
 )
+from weightloaders.weights.remote import Answer, RemoteSource
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning"),
@@ -241,6 +242,46 @@ def test_only_the_beginnings_of_items_that_are_alike_are_read(tmp_path, monkeypa
     assert sum(read) < (tmp_path / ".metadata").stat().st_size + 40 * 1280 + 3 * 65536
     monkeypatch.undo()
     assert all(torch.equal(weights[f"w{i}"], torch.full((200, 300), float(i))) for i in range(40))
+
+
+class Far(RemoteSource):
+    """A file far away, which notes the requests that it gets."""
+
+    def __init__(self, path, asked):
+        super().__init__(f"far://{path.name}")
+        self.content, self.asked = path.read_bytes(), asked
+
+    @contextlib.contextmanager
+    def ask(self, start, end):
+        self.asked.append((start, end))
+        yield Answer(len(self.content), "tag", min(end, len(self.content)), [self.content[start:end]])
+
+
+class FarFolder(wl.FolderListing):
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.asked, self.opened = [], {}
+
+    def open(self, name):
+        return self.opened.setdefault(name, Far(self.folder / name, self.asked))
+
+
+def test_a_folder_far_away_is_described_by_few_requests(tmp_path):
+    tensors = {f"{i}.{j}": torch.randn(i + 1, 200, j) for i in range(12) for j in (3, 20, 40)}
+    listing = FarFolder(save(tmp_path, tensors))
+    weights = DcpLoader().get_listed_weights(listing)
+    # The beginning of two files, and what lies around each tensor: its own 36 kinds would take ten requests each.
+    assert len(listing.asked) <= 4
+    assert_same(dict(weights), tensors)
+
+
+def test_what_lies_between_far_away_tensors_is_not_read_beyond_measure(tmp_path):
+    tensors = {f"{i}": torch.randn(500, 1000 + i) for i in range(12)}
+    listing = FarFolder(save(tmp_path, tensors))
+    weights = DcpLoader().get_listed_weights(listing)
+    assert len(listing.asked) <= 12 + 3
+    assert sum(end - start for start, end in listing.asked) < (4 << 20) + (200 << 10)
+    assert_same(dict(weights), tensors)
 
 
 def test_items_that_begin_alike_but_are_not_are_told_apart(tmp_path):

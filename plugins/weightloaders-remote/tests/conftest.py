@@ -62,6 +62,11 @@ class S3:
                 self.put(f"{key}/{file.relative_to(folder).as_posix()}", file.read_bytes())
         return f"s3://{key}"
 
+    def remove_one(self, key: str) -> None:
+        """Remove an object; the key begins with the bucket."""
+        bucket, _, key = key.partition("/")
+        self.client.delete_object(Bucket=bucket, Key=key)
+
     def remove(self, key: str) -> None:
         """Remove what lies below a key."""
         bucket, _, prefix = key.partition("/")

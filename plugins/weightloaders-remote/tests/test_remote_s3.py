@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -16,11 +18,13 @@ from weightloaders import LLM, WeightLoaderRegistry, from_pretrained, load_into,
 from weightloaders.cli.main import app
 from weightloaders.errors import (
     IncompleteCheckpointError,
+    ModelError,
     OptionsError,
     RemoteReadError,
     SourceNotFoundError,
     SourceReadError,
 )
+from weightloaders.testing import only_plugins
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,6 +172,76 @@ def test_raw_values_are_read_from_a_bucket(s3: S3, place: str) -> None:
     assert same(open_weights(f"s3://{place}"))
     assert same(open_weights(f"s3://{place}/model.bin"))
     assert same(open_weights(f"s3://{place}", reader="binary", reader_options={"stored_dtype": "float32"}))
+
+
+def test_archives_of_numpys_are_read_from_a_bucket(s3: S3, place: str, tmp_path: Path) -> None:
+    npz = pytest.importorskip("weightloaders_npz", reason="the package that reads .npz is not installed")
+    WeightLoaderRegistry.register("npz", npz.NpzLoader, replace=True)
+    arrays = {name: tensor.numpy() for name, tensor in TENSORS.items()}
+    np.savez(tmp_path / "model.npz", **arrays)
+    np.savez_compressed(tmp_path / "packed.npz", **arrays)
+    address = s3.upload(tmp_path, place)
+    for name in ("model", "packed"):
+        assert same(open_weights(f"{address}/{name}.npz"))
+    # In a folder, one of several must be named.
+    with pytest.raises(SourceNotFoundError, match=r"several archives: model\.npz, packed\.npz"):
+        open_weights(address)
+    assert same(open_weights(address, reader="npz", file_pattern="p*.npz"))
+
+
+def in_metas_layout(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """Under Meta's names, the rows of queries and keys as Meta has them."""
+    names = {
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+        "model.": "", "embed_tokens": "tok_embeddings", "lm_head": "output",
+    }  # fmt: skip
+    state = {}
+    for name, tensor in model.state_dict().items():
+        theirs = functools.reduce(lambda text, pair: text.replace(*pair), names.items(), name)
+        rotary = "wq" in theirs or "wk" in theirs
+        state[theirs] = tensor.view(-1, 2, 4, 32).transpose(1, 2).reshape(tensor.shape) if rotary else tensor
+    return state
+
+
+def test_a_llama_in_metas_layout_is_loaded_from_a_bucket(s3: S3, place: str, tmp_path: Path) -> None:
+    pytest.importorskip("weightloaders_meta", reason="the package that knows Meta's layout is not installed")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1}
+    expected = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5))
+    axes = {"wo": 1, "w2": 1, "norm": None, "attention_norm": None, "ffn_norm": None}
+    for part in range(2):
+        found = {
+            name: tensor if (axis := axes.get(name.split(".")[-2], 0)) is None else tensor.chunk(2, axis)[part].clone()
+            for name, tensor in in_metas_layout(expected).items()
+        }
+        torch.save(found, tmp_path / f"consolidated.0{part}.pth")
+    params = {
+        "dim": 32,
+        "n_layers": 1,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "norm_eps": 1e-5,
+        "multiple_of": 32,
+        "vocab_size": 64,
+    }
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    address = s3.upload(tmp_path, place)
+    with only_plugins("weightloaders-meta", "weightloaders-remote"):
+        # Whoever does not name the reader is told of it.
+        with pytest.raises(ModelError, match="reader='meta'"):
+            from_pretrained(address)
+        model, report = from_pretrained(address, loader="remote", loader_kwargs={"reader": "meta"}, progress=False)
+        assert report.loader == "remote"
+        assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
+        llm = LLM(address, weight_loader="remote", weight_loader_kwargs={"reader": "meta"}, progress=False)
+        assert llm.tokenizer is None
+        with pytest.raises(SourceNotFoundError, match="is no folder"):
+            open_weights(f"{address}/consolidated.00.pth", "remote", reader="meta")
+        # Why there is no config is said, not that there is none.
+        s3.remove_one(f"{place}/consolidated.01.pth")
+        with pytest.raises(IncompleteCheckpointError, match=r"consolidated\.0"):
+            from_pretrained(address, loader="remote", loader_kwargs={"reader": "meta"})
 
 
 def test_a_folder_in_the_folder_is_an_option(s3: S3, place: str) -> None:

@@ -231,6 +231,20 @@ def test_a_reload_that_fails_on_the_way_says_so_and_the_next_one_is_right(tiny, 
         assert written(llm) == first
 
 
+def test_what_is_tied_is_reloaded_through_one_of_its_names(tmp_path):
+    first, second = (tiny_checkpoint(tmp_path / str(seed), seed=seed, tied=True) for seed in (0, 1))
+    options = {"loader": "vllm_checkpoints:OneByOne"}
+    llm = engine(first, load_format="weightloaders", model_loader_extra_config=options, enable_prefix_caching=False)
+    before = written(llm)
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
+    assert written(llm) != before
+    change(second, drop("embed_tokens.weight"))
+    with pytest.raises(LoadError, match=r"wrote nothing to 'model\.embed_tokens\.weight', 'lm_head\.weight'"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(second)})
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(first)})
+    assert written(llm) == before
+
+
 def test_a_model_that_takes_weights_from_further_sources_is_refused(tiny, monkeypatch):
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
     from vllm.model_executor.models.llama import LlamaForCausalLM

@@ -28,8 +28,8 @@ def engine(folder, **options):
     return vllm.LLM(model=str(folder), **options)
 
 
-def tiny_checkpoint(folder: Path, *, seed: int = 0) -> Path:
-    """A random Llama with SmolLM2's tokenizer, in one file, without ties."""
+def tiny_checkpoint(folder: Path, *, seed: int = 0, tied: bool = False) -> Path:
+    """A random Llama with SmolLM2's tokenizer, in one file."""
     if folder.is_dir():
         return folder
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,7 +38,7 @@ def tiny_checkpoint(folder: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=49152, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=False, torch_dtype="bfloat16",
+        num_key_value_heads=1, max_position_embeddings=256, tie_word_embeddings=tied, torch_dtype="bfloat16",
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

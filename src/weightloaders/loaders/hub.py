@@ -26,7 +26,7 @@ from weightloaders.loaders.headers_only import asked_once, only_headers_are_want
 from weightloaders.loaders.hub_files import HubFiles
 from weightloaders.loaders.hub_trouble import explained, patiently
 from weightloaders.weights.discretion import keep_secrets_out_of_logs, shown, tells_secrets
-from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
+from weightloaders.weights.folder import A_FOLDER, NOT_THERE, FolderListing, kind_of
 from weightloaders.weights.http import HttpSource
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Repository:
     Args:
         name: ``org/name``.
         access: How to reach it.
-        passed_over: What lies here under that name, but is not what is wanted; told if the hub has it neither.
+        passed_over: The place here of that name, where what is wanted is not; told if the hub has it neither.
     """
 
     def __init__(self, name: str, access: HubAccess, passed_over: Path | None = None) -> None:
@@ -175,7 +175,7 @@ class Repository:
         """What is wrong with the place here that has the repository's name."""
         here = self._passed_over
         kind = None if here is None else kind_of(here)
-        if here is None or kind is None:
+        if here is None or kind in (None, NOT_THERE):
             return None
         if kind != A_FOLDER:
             return SourceNotFoundError(f"{self.name} {kind}", file=here)
@@ -213,7 +213,11 @@ class Repository:
             return self._stand_in(from_cache, error)
         except SourceError:
             raise
-        except (transport_error, errors.EntryNotFoundError, OSError, ValueError, KeyError, TypeError) as error:
+        # hf_xet's errors, and that of a client which another thread has closed after a failed connection, are no more
+        # than RuntimeErrors.
+        except (
+            transport_error, errors.EntryNotFoundError, OSError, RuntimeError, ValueError, KeyError, TypeError
+        ) as error:  # fmt: skip
             return self._stand_in(from_cache, error)
 
     def _stand_in(self, from_cache: Callable[[Path], T], error: Exception) -> tuple[T, str]:
@@ -229,7 +233,11 @@ class Repository:
                 return result, f"{note}, maybe out of date, because {message}"
             except SourceError as lack:
                 beside = f"; nor can the cache stand in: {lack.message}"
-        raise explained(error, self, beside) from (None if tells_secrets(error) else error)
+        told = explained(error, self, beside)
+        if self._passed_over is not None and kind_of(self._passed_over) == NOT_THERE:
+            # Whoever meant a file shall not have to look for that behind what is wrong with the network.
+            told.message = f"there is no file or folder {self.name} here; as a repository on the hub: {told.message}"
+        raise told from (None if tells_secrets(error) else error)
 
     # -- the cache
 

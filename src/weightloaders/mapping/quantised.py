@@ -2,7 +2,8 @@
 
 transformers' quantizer for a model either replaced modules, so that codes and scales are parameters of their own and
 are filled like any others, or has the codes multiplied by their scales on the way: it *de-quantises*. These pieces are
-not public in transformers (``HfQuantizer``; verified with 5.24).
+not public in transformers (``HfQuantizer``; there since 5.21, verified with 5.24). In older ones they have another
+form, and quantised checkpoints are refused there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError
+from weightloaders.errors import CheckpointFormatError, IncompleteCheckpointError, ModelError
 from weightloaders.mapping.dtypes import is_codes
 from weightloaders.mapping.float8 import can_multiply, multiplied
 
@@ -37,9 +39,19 @@ class Quantisation:
         asked: See above.
         transforms: transformers' renames and conversions of the last plan.
         met_codes: Whether a plan has met any codes.
+
+    Raises:
+        ModelError: If this version of transformers is too old.
     """
 
     def __init__(self, quantizer: Any, *, asked: bool = False) -> None:
+        if not hasattr(quantizer, "get_load_operations"):
+            method = method_of(quantizer.quantization_config)
+            raise ModelError(
+                f"checkpoints quantised with {method} need transformers 5.21 or newer, and this is "
+                f"{metadata.version('transformers')}",
+                hint="pip install --upgrade transformers; or convert the checkpoint to plain weights first",
+            )
         self.quantizer = quantizer
         self.asked = asked
         self.transforms: list[Any] = []

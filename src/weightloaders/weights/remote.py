@@ -7,6 +7,7 @@ What breaks off is gone on with, what may pass is tried again, and what has chan
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 import time
 from abc import abstractmethod
@@ -25,8 +26,10 @@ R = TypeVar("R")
 
 #: What the first request asks for: a file's size comes with it, and most headers fit into it.
 HEAD_BYTES = 64 << 10
-# Small parts that are no further apart are asked for together.
+# Small parts that are no further apart are asked for together; others, too, as long as what lies between them comes to
+# no more than this in all: it takes less time than the requests that it saves.
 _GAP = 16 << 10
+_BETWEEN = 4 << 20
 # A longer read goes in parts of this size, several at once. A load's own reads are no longer: it has its own threads.
 _PART = 16 << 20
 # How many pieces of memory one answer may fill.
@@ -199,12 +202,7 @@ class RemoteSource(ByteSource):
 
     def read_many(self, places: Sequence[tuple[int, int]]) -> list[bytes]:
         """Several small parts, those that lie close together in one request; see `ByteSource.read_many`."""
-        spans: list[tuple[int, int]] = []
-        for start, end in sorted((offset, offset + length) for offset, length in places):
-            if spans and start <= spans[-1][1] + _GAP:
-                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-            else:
-                spans.append((start, end))
+        spans = _spans(places)
         contents = in_parallel(lambda span: self.read(span[0], span[1] - span[0]), spans)
         starts = [start for start, _ in spans]
         found = []
@@ -283,6 +281,26 @@ class RemoteSource(ByteSource):
             file=self.name,
             hint="wait until whoever writes it is done, then load again",
         )
+
+
+def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What is asked for to have these parts, each given by offset and length: where each request begins and ends."""
+    parts: list[tuple[int, int]] = []
+    for start, end in sorted((offset, offset + length) for offset, length in places):
+        if parts and start <= parts[-1][1] + _GAP:
+            parts[-1] = (parts[-1][0], max(end, parts[-1][1]))
+        else:
+            parts.append((start, end))
+    gaps = sorted((after[0] - before[1], after[0]) for before, after in itertools.pairwise(parts))
+    in_all = itertools.accumulate(gap for gap, _ in gaps)
+    bridged = {start for (_, start), total in zip(gaps, in_all, strict=True) if total <= _BETWEEN}
+    spans: list[tuple[int, int]] = []
+    for start, end in parts:
+        if start in bridged:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return spans
 
 
 def persistently(

@@ -32,11 +32,13 @@ from weightloaders.weights.torch_pickle import (
     undisturbed,
     unpickle,
 )
-from weightloaders.weights.zip_directory import ZIP_MAGIC, Record, read_directory
+from weightloaders.weights.zip_directory import END_BYTES, ZIP_MAGIC, Record, read_directory
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
+#: The directory of a file with one tensor, and all else behind that tensor's bytes, is within so many bytes of its end.
+END_BYTES_OF_TENSOR = 2 << 10
 _LEGACY_PROTOCOL = 1001
 _HEAD = 32
 _LONGEST_ORDER = 16
@@ -126,7 +128,7 @@ def read_torch_tensor(source: ByteSource, name: str, *, safe_globals: Sequence[A
         UnsafeCheckpointError: As from `read_torch`.
         CheckpointFormatError: As from `read_torch`, and if it holds something else.
     """
-    content = _opened(source, safe_globals)
+    content = _opened(source, safe_globals, END_BYTES_OF_TENSOR)
     if not isinstance(content.root, torch.Tensor):
         raise CheckpointFormatError(
             f"{source.name} holds {type(content.root).__name__!r} where tensor {name!r} should be",
@@ -137,11 +139,11 @@ def read_torch_tensor(source: ByteSource, name: str, *, safe_globals: Sequence[A
         return content.info(name, content.root)
 
 
-def _opened(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
+def _opened(source: ByteSource, safe_globals: Sequence[Any], end_bytes: int = END_BYTES) -> _Content:
     head = source.read(0, min(_HEAD, source.size))
     try:
         if head.startswith(ZIP_MAGIC):
-            return _open_zip(source, safe_globals)
+            return _open_zip(source, safe_globals, end_bytes)
         if LEGACY_TORCH.match(head):
             return _open_legacy(source, safe_globals)
         raise _no_torch_file(source, head)
@@ -153,9 +155,9 @@ class _LastUnpacked:
     """The last deflated record that was unpacked: tensors that view one storage are mostly read one after the other."""
 
     def __init__(self) -> None:
-        self._last: tuple[Record, bytes] | None = None
+        self._last: tuple[Record, bytes | bytearray] | None = None
 
-    def bytes_of(self, record: Record) -> bytes:
+    def bytes_of(self, record: Record) -> bytes | bytearray:
         """The unpacked bytes of a record."""
         last = self._last
         if last is not None and last[0] is record:
@@ -203,6 +205,9 @@ class _Content:
             )
         # A file may give a tensor attributes that are called like its methods; the alias has none.
         tensor = torch.Tensor.detach(tensor)
+        if any(size < 0 for size in tensor.shape):
+            # torch makes such a tensor where there is no memory to it.
+            raise self._error(f"says that the tensor {name!r} has the shape {list(tensor.shape)}", tensor=name)
         if tensor.layout is torch.strided:
             return self._strided(name, tensor)
         parts = [self._strided(name, getattr(tensor, part)()) for part in _SPARSE_PARTS[tensor.layout]]
@@ -286,8 +291,8 @@ class _Unpacked(ByteSource):
 # ------------------------------------------------------------------ the three ways in
 
 
-def _open_zip(source: ByteSource, safe_globals: Sequence[Any]) -> _Content:
-    records = read_directory(source)
+def _open_zip(source: ByteSource, safe_globals: Sequence[Any], end_bytes: int) -> _Content:
+    records = read_directory(source, end_bytes)
     roots = [name.removesuffix("/data.pkl") for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
         what = describe_content(source)

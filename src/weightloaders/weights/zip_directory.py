@@ -17,15 +17,17 @@ from weightloaders.weights.source import ByteSource
 from weightloaders.weights.source_file import MAX_READ, SourceFile
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Iterator
 
 ZIP_MAGIC = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED, _UTF8 = 0x1, 0x800
+# What is read, or unpacked, at a time.
+_PIECE = 16 << 20
 # No deflated stream unpacks to more than 1,032 times its size.
 _MOST_INFLATION, _SLACK = 1032, 1024
-# The directory is at the end. Of all but huge files this holds the whole of it.
-_END_BYTES = 64 << 10
+#: The directory is at the end. Of all but huge files this holds the whole of it.
+END_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Record:
         size: Bytes it holds.
         packed_size: Bytes it takes in the file; other than ``size`` where it is deflated.
         deflated: Whether it is compressed, so that its bytes don't lie raw.
+        checksum: The CRC-32 of what a deflated one unpacks to.
     """
 
     source: ByteSource
@@ -47,9 +50,10 @@ class Record:
     size: int
     packed_size: int
     deflated: bool = False
+    checksum: int = 0
 
-    def read(self, limit: int = MAX_READ) -> bytes:
-        """All its bytes, unpacked.
+    def read(self, limit: int = MAX_READ) -> bytes | bytearray:
+        """All its bytes, unpacked; of what is packed only a part is in memory at a time.
 
         Raises:
             CheckpointFormatError: If it is larger than ``limit``, or does not unpack to what it claims.
@@ -60,26 +64,43 @@ class Record:
                 f"{self.name!r} in {self.source.name} claims {self.size} bytes where at most {limit} make sense",
                 file=self.source.name,
             )
-        packed = self.source.read(self.offset, self.packed_size)
         if not self.deflated:
-            return packed
-        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+            return self.source.read(self.offset, self.packed_size)
+        data, end = bytearray(self.size), 0
         try:
-            data = inflater.decompress(packed, self.size + 1)
+            for piece in self._unpacked():
+                data[end : end + len(piece)] = piece
+                end += len(piece)
+                if end > self.size:
+                    break
         except zlib.error as error:
             raise CheckpointFormatError(
                 f"{self.name!r} in {self.source.name} can't be unpacked: {error}", file=self.source.name
             ) from error
-        if len(data) != self.size:
+        if end != self.size or zlib.crc32(data) != self.checksum:
             raise CheckpointFormatError(
                 f"{self.name!r} in {self.source.name} does not unpack to the {self.size} bytes it claims",
                 file=self.source.name,
+                hint="the file is damaged; fetch it again",
             )
         return data
 
+    def _unpacked(self) -> Iterator[bytes]:
+        inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+        for at in range(0, self.packed_size, _PIECE):
+            packed = self.source.read(self.offset + at, min(_PIECE, self.packed_size - at))
+            while packed and not inflater.eof:
+                yield inflater.decompress(packed, _PIECE)
+                packed = inflater.unconsumed_tail
+        yield inflater.flush()
 
-def read_directory(source: ByteSource) -> dict[str, Record]:
+
+def read_directory(source: ByteSource, end_bytes: int = END_BYTES) -> dict[str, Record]:
     """The records of a zip file by name; no data is read.
+
+    Args:
+        source: The file.
+        end_bytes: So much of its end is read at once, to have the directory in it.
 
     Raises:
         CheckpointFormatError: If the file is truncated or damaged, has two records of one name or overlapping ones, or
@@ -87,7 +108,7 @@ def read_directory(source: ByteSource) -> dict[str, Record]:
         SourceReadError: If reading fails.
     """
     try:
-        entries = zipfile.ZipFile(SourceFile(_EndInMemory(source))).infolist()
+        entries = zipfile.ZipFile(SourceFile(_EndInMemory(source, end_bytes))).infolist()
     except WeightLoadersError:
         raise
     # A damaged directory surfaces as any of these.
@@ -100,6 +121,9 @@ def read_directory(source: ByteSource) -> dict[str, Record]:
         NotImplementedError,
         UnicodeError,
     ) as error:
+        if isinstance(error.__context__, WeightLoadersError):
+            # Of what can't be read zipfile says that it is no zip file.
+            raise error.__context__ from None
         raise CheckpointFormatError(
             f"{source.name} is a zip file without a readable directory ({error})",
             file=source.name,
@@ -125,9 +149,9 @@ def read_directory(source: ByteSource) -> dict[str, Record]:
 class _EndInMemory(ByteSource):
     """A source whose last bytes were read at once: looking for a directory takes many small reads there."""
 
-    def __init__(self, source: ByteSource) -> None:
+    def __init__(self, source: ByteSource, end_bytes: int) -> None:
         self._source = source
-        self._start = max(0, source.size - _END_BYTES)
+        self._start = max(0, source.size - end_bytes)
         self._end = source.read(self._start, source.size - self._start)
         self.name = source.name
 
@@ -182,4 +206,4 @@ def _record(source: ByteSource, entry: zipfile.ZipInfo, header: bytes) -> Record
         raise _damaged(
             source, entry, f"claims to unpack {entry.compress_size} bytes to the impossible {entry.file_size}"
         )
-    return Record(source, name, offset, entry.file_size, entry.compress_size, deflated)
+    return Record(source, name, offset, entry.file_size, entry.compress_size, deflated, entry.CRC)

@@ -3,7 +3,8 @@
 Such a file is one item after another, and an item is what `torch.save` makes of one tensor: a small zip file, with the
 tensor's bytes raw in it. Its directory is at its end and its pickle at its beginning, which makes many reads of each
 item. But what lies before the bytes, the pickle first, is the same in all items of one shape and dtype, down to a
-checksum; so only the first of these is taken apart, and of the others no more than that beginning is read.
+checksum; so only the first of these is taken apart, and of the others no more than that beginning is read. All
+beginnings, and the ends of those that are taken apart, are read together: an end lies before the next beginning.
 
 Where the format of the file is safetensors (``SerializationFormat.SAFETENSORS``), its header says it all.
 """
@@ -11,17 +12,17 @@ Where the format of the file is safetensors (``SerializationFormat.SAFETENSORS``
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from weightloaders import ByteSource, TensorInfo
 from weightloaders.errors import CheckpointFormatError
 from weightloaders.weights.safetensors import read_safetensors
 from weightloaders.weights.sniff import is_safetensors
 from weightloaders.weights.threads import in_parallel
-from weightloaders.weights.torch_zip import read_torch_tensor
+from weightloaders.weights.torch_zip import END_BYTES_OF_TENSOR, read_torch_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
 # Bytes of an item before those of its tensor: some 700 for one of few dimensions.
 _HEAD = 1280
 _LOCAL_HEADER, _CHECKSUM, _NAME_LENGTH, _NAME = b"PK\x03\x04", slice(14, 18), slice(26, 28), 30
+
+
+class _Item(NamedTuple):
+    """What was read of an item: its first bytes, and its last ones if it is to be taken apart."""
+
+    head: bytes
+    end: bytes = b""
 
 
 class Items:
@@ -56,15 +64,20 @@ class Items:
         by_file: dict[str, list[tuple[str, Chunk]]] = {}
         for item in chunks:
             by_file.setdefault(item[1].file, []).append(item)
-        heads = dict(zip(by_file, in_parallel(lambda file: self._heads(file, by_file[file]), [*by_file]), strict=True))
-        return [self._one(name, chunk, next(heads[chunk.file])) for name, chunk in chunks]
+        # Of those that are likely to begin alike, one.
+        firsts = {(chunk.length, chunk.shape): chunk for _, chunk in reversed(chunks)}
+        ends = {*firsts.values()}
+        read = dict(
+            zip(by_file, in_parallel(lambda file: self._read(file, by_file[file], ends), [*by_file]), strict=True)
+        )
+        return [self._one(name, chunk, next(read[chunk.file])) for name, chunk in chunks]
 
-    def _heads(self, file: str, items: Sequence[tuple[str, Chunk]]) -> Iterator[bytes]:
-        """The beginnings of some items of a file; nothing where a header says what they are."""
+    def _read(self, file: str, items: Sequence[tuple[str, Chunk]], ends: Container[Chunk]) -> Iterator[_Item]:
+        """The beginnings of some items of a file, and these ends; nothing where a header says what they are."""
         source = self._sources[file]
         self._headers[file] = _header_of(source)
         if self._headers[file] is not None:
-            return iter([b""] * len(items))
+            return iter([_Item(b"")] * len(items))
         for name, chunk in items:
             end = chunk.offset + chunk.length
             if end > source.size:
@@ -74,10 +87,17 @@ class Items:
                     tensor=name,
                     hint="the file is truncated, or belongs to another checkpoint; fetch it again",
                 )
-        return iter(source.read_many([(chunk.offset, min(_HEAD, chunk.length)) for _, chunk in items]))
+        ending = [chunk for _, chunk in items if chunk in ends]
+        lengths = [min(END_BYTES_OF_TENSOR, chunk.length) for chunk in ending]
+        read = source.read_many(
+            [(chunk.offset, min(_HEAD, chunk.length)) for _, chunk in items]
+            + [(chunk.offset + chunk.length - length, length) for chunk, length in zip(ending, lengths, strict=True)]
+        )
+        end_of = dict(zip(ending, read[len(items) :], strict=True))
+        return iter([_Item(head, end_of.get(chunk, b"")) for head, (_, chunk) in zip(read, items, strict=False)])
 
-    def _one(self, name: str, chunk: Chunk, head: bytes) -> TensorInfo:
-        header, source = self._headers[chunk.file], self._sources[chunk.file]
+    def _one(self, name: str, chunk: Chunk, item: _Item) -> TensorInfo:
+        header, source, head = self._headers[chunk.file], self._sources[chunk.file], item.head
         if header is not None:
             if name not in header:
                 raise CheckpointFormatError(f"{source.name} holds no tensor {name!r}", file=source.name, tensor=name)
@@ -86,7 +106,7 @@ class Items:
             known = self._known.get((chunk.length, _masked(head, length, at)))
             if known is not None:
                 return _placed(known, name, source, chunk.offset)
-        info = read_torch_tensor(_Window(source, chunk.offset, chunk.length), name)
+        info = read_torch_tensor(_Window(source, chunk, item), name)
         if not info.is_raw or not info.extents:
             return info
         length = info.extents[0].offset
@@ -123,10 +143,11 @@ def _header_of(source: ByteSource) -> dict[str, TensorInfo] | None:
 
 
 class _Window(ByteSource):
-    """A part of a source."""
+    """An item as a source of its own, whose first and last bytes are here already."""
 
-    def __init__(self, source: ByteSource, offset: int, length: int) -> None:
-        self._source, self._offset, self._length = source, offset, length
+    def __init__(self, source: ByteSource, chunk: Chunk, item: _Item) -> None:
+        self._source, self._offset, self._length = source, chunk.offset, chunk.length
+        self._known = ((0, item.head), (chunk.length - len(item.end), item.end))
         self.name = source.name
 
     @property
@@ -142,6 +163,10 @@ class _Window(ByteSource):
         return self._source.identity, self._offset, self._length
 
     def read_into(self, view: memoryview, offset: int) -> None:
+        for start, content in self._known:
+            if start <= offset and offset + len(view) <= start + len(content):
+                view[:] = content[offset - start : offset - start + len(view)]
+                return
         self._source.read_into(view, self._offset + offset)
 
 

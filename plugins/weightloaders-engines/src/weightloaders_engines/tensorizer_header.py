@@ -165,9 +165,10 @@ def check_headers(source: wl.ByteSource, entries: Sequence[Entry]) -> None:
         room = entry.info.extents[0].offset - entry.header - length - _OWN_LENGTH.size
         if not 0 <= room < 1 << (8 * _HASHES.size):
             raise _other_header(source, entry, "it is not where the index says")
-    begins = source.read_many([(entry.header, length) for entry, length in zip(entries, lengths, strict=True)])
-    ends = source.read_many([(e.info.extents[0].offset - _OWN_LENGTH.size, _OWN_LENGTH.size) for e in entries])
-    for entry, begin, end in zip(entries, begins, ends, strict=True):
+    begins = [(entry.header, length) for entry, length in zip(entries, lengths, strict=True)]
+    ends = [(entry.info.extents[0].offset - _OWN_LENGTH.size, _OWN_LENGTH.size) for entry in entries]
+    read = source.read_many(begins + ends)
+    for entry, begin, end in zip(entries, read[: len(entries)], read[len(entries) :], strict=True):
         total, _ = _OWN_HEAD.unpack_from(begin)
         if total != entry.info.extents[0].offset - entry.header:
             raise _other_header(source, entry, "it is not where the index says")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import weightloaders as wl
 from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError
-from weightloaders_gguf.files import Files, choose, place_of
+from weightloaders_gguf.files import Files, choose, names_in, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -129,5 +129,8 @@ class GgufLoader(wl.BaseWeightLoader):
         except AmbiguousSourceError:
             return wl.Probe.yes("a folder with several GGUF files")
         except SourceError as error:
+            # Who names a quantisation means this format, and is told here which there are.
+            if tag and names_in(listing, within=True):
+                return wl.Probe.yes("a folder with GGUF files")
             return wl.Probe.no(error.message)
         return wl.Probe.yes("a folder with a GGUF file")

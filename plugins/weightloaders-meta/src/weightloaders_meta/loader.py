@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import threading
 from pathlib import Path
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 # Its names are resolved on first use.
 import weightloaders as wl
-from weightloaders.errors import OptionsError, SourceNotFoundError
+from weightloaders.errors import OptionsError, SourceError, SourceNotFoundError
 from weightloaders.weights.file_names import PARAMS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
+
+    from weightloaders import Listing
 
 # In the order of preference: the loader that reads it, and which files.
+_A_FOLDER = "name the folder with params.json and the weights"
 _KINDS = {"local": "consolidated*.safetensors", "torch": "consolidated*.pth"}
 
 
@@ -50,7 +54,7 @@ class MetaLoader(wl.BaseWeightLoader):
         self.file_pattern = file_pattern
         self.axes = axes
         self.max_position_embeddings = max_position_embeddings
-        self._folders: dict[Path, Path] = {}
+        self._folders: dict[Hashable, Path] = {}
         self._lock = threading.Lock()
 
     def get_weights(self, model_name_or_path: str) -> wl.Weights:
@@ -61,73 +65,98 @@ class MetaLoader(wl.BaseWeightLoader):
             IncompleteCheckpointError: If a part is missing.
             SourceError: If a file is not what it should be.
         """
-        folder = _folder(model_name_or_path)
-        loader, pattern = _kind_of(folder, self.file_pattern)
+        return self.get_listed_weights(_folder(model_name_or_path))
+
+    def get_listed_weights(self, listing: Listing, name: str = "") -> wl.Weights:
+        """The same of a folder wherever it lies."""
+        loader, pattern = _kind_of(listing, name, self.file_pattern)
         options = {"axes": self.axes} if loader == "torch" else {}
-        weights = wl.open_weights(folder, loader, file_pattern=pattern, **options)
-        params = wl.FolderListing(folder).open(PARAMS_FILE)
+        reader = wl.WeightLoaderRegistry.create(loader, file_pattern=pattern, **options)
+        weights: wl.Weights = reader.get_listed_weights(listing)
+        params = listing.open(PARAMS_FILE)
         if params.name not in {source.name for source in weights.described_by}:
             weights.described_by += (params,)
         return weights
 
-    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path:  # noqa: ARG002 -- both are there
+    def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path:
         """A folder with a config made of ``params.json``, and the tokenizer, if it is one that transformers reads.
 
         Raises:
             SourceError: See `get_weights`.
             ModelError: If ``params.json`` is not that of a Llama, or does not go with the weights.
         """
+        folder = _folder(model_name_or_path)
+        return self.get_listed_model_files(folder, needed=needed) or folder.folder
+
+    def get_listed_model_files(self, listing: Listing, name: str = "", needed: str = "") -> Path | None:  # noqa: ARG002 -- both are there
+        """The same of a folder wherever it lies; None if it has a config of its own."""
         from weightloaders.weights.folder import temporary_folder
         from weightloaders_meta.model_files import write_model_files
 
-        folder = _folder(model_name_or_path)
-        if (folder / "config.json").is_file():
-            return folder
+        if not listing.problems(["config.json"]):
+            return None
+        _check_params(listing, name)
+        params = listing.open(PARAMS_FILE)
+        place = params.name, params.identity
         with self._lock:
-            made = self._folders.get(folder)
+            made = self._folders.get(place)
             if made is None:
                 with (
-                    self.get_weights(str(folder)) as weights,
-                    temporary_folder(f"the config that is made of {PARAMS_FILE}", folder / PARAMS_FILE) as made,
+                    self.get_listed_weights(listing, name) as weights,
+                    temporary_folder(f"the config that is made of {PARAMS_FILE}", params.name) as made,
                 ):
-                    write_model_files(folder, weights, made, self.max_position_embeddings)
-                self._folders[folder] = made
+                    write_model_files(listing, weights, made, self.max_position_embeddings)
+                self._folders[place] = made
         return made
 
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a folder with ``params.json`` and consolidated weights."""
         try:
-            _, pattern = _kind_of(_folder(path), None)
-        except (SourceNotFoundError, ValueError) as error:  # a ValueError: a name that no folder can have
+            return cls.probe_listing(_folder(path))
+        except (SourceError, ValueError) as error:  # a ValueError: a name that no folder can have
             return wl.Probe.no(str(error).partition("\n")[0])
+
+    @classmethod
+    def probe_listing(cls, listing: Listing, name: str = "") -> wl.Probe:
+        """The same of a folder wherever it lies."""
+        try:
+            _, pattern = _kind_of(listing, name, None)
+        except SourceError as error:
+            return wl.Probe.no(error.message)
         return wl.Probe.yes(f"a folder with {PARAMS_FILE} and {pattern}")
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str) -> wl.FolderListing:
     folder = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
     if not os.path.isdir(folder):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
+        raise SourceNotFoundError(f"there is no folder {folder}", file=folder, hint=_A_FOLDER)
+    return wl.FolderListing(folder)
+
+
+def _check_params(listing: Listing, name: str) -> None:
+    if name:
         raise SourceNotFoundError(
-            f"there is no folder {folder}", file=folder, hint="name the folder with params.json and the weights"
+            f"{listing.where}/{name} is no folder", file=f"{listing.where}/{name}", hint=_A_FOLDER
         )
-    if not os.path.isfile(folder / PARAMS_FILE):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
+    if listing.problems([PARAMS_FILE]):
         raise SourceNotFoundError(
-            f"there is no {PARAMS_FILE} in {folder}",
-            file=folder,
+            f"there is no {PARAMS_FILE} in {listing.where}",
+            file=listing.where,
             hint="without it, the loaders 'torch' and 'local' read the files; axes say how parts are put together",
         )
-    return folder
 
 
-def _kind_of(folder: Path, pattern: str | None) -> tuple[str, str]:
+def _kind_of(listing: Listing, name: str, pattern: str | None) -> tuple[str, str]:
     """The loader that reads the weights of a folder, and which files."""
+    _check_params(listing, name)
     if pattern is not None:
         return ("local" if pattern.endswith(".safetensors") else "torch"), pattern
     for loader, usual in _KINDS.items():
-        if any(file.is_file() for file in folder.glob(usual)):
+        if fnmatch.filter(listing.names, usual):
             return loader, usual
     raise SourceNotFoundError(
-        f"there is no {' and no '.join(_KINDS.values())} in {folder}",
-        file=folder,
+        f"there is no {' and no '.join(_KINDS.values())} in {listing.where}",
+        file=listing.where,
         hint="give file_pattern, if they are called otherwise",
     )

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from weightloaders import FolderListing
 from weightloaders.errors import ModelError
 from weightloaders.weights.file_names import PARAMS_FILE
 from weightloaders.weights.meta_llama import MAX_PARAMS_BYTES
+from weightloaders.weights.texts import read_small
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import weightloaders as wl
+    from weightloaders import ByteSource, Listing
 
 _HINT = "give config=<folder or config object>"
 _NAME = re.compile(
@@ -39,6 +41,8 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
+_SENTENCEPIECE = "tokenizer.model"
+_MAX_TOKENIZER_BYTES = 1 << 28
 # What Meta's code does around SentencePiece.
 _SENTENCEPIECE_CONFIG = {
     "tokenizer_class": "LlamaTokenizer",
@@ -75,32 +79,34 @@ class _Params(BaseModel):
     sliding_window: _Size | None = None
 
 
-def write_model_files(folder: Path, weights: wl.Weights, target: Path, positions: int | None) -> None:
+def write_model_files(listing: Listing, weights: wl.Weights, target: Path, positions: int | None) -> None:
     """Write ``config.json``, and the tokenizer's files where transformers can read them.
 
     Args:
-        folder: Meta's.
+        listing: What lies in Meta's folder.
         weights: What lies in it.
         target: Where to.
         positions: How many positions the model has, if not what its version has.
 
     Raises:
         ModelError: If ``params.json`` is not that of a Llama, or does not go with the weights.
+        SourceReadError: If a file can't be read.
     """
-    path = folder / PARAMS_FILE
-    config = _config(_read(path), path, weights, positions)
+    source = listing.open(PARAMS_FILE)
+    config = _config(_read(source), source.name, weights, positions)
     config.save_pretrained(target)
+    lacking = listing.problems(_TOKENIZER_FILES)
     for name in _TOKENIZER_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
-    _write_sentencepiece(folder, target)
+        if name not in lacking:
+            (target / name).write_bytes(read_small(listing.open(name), _MAX_TOKENIZER_BYTES))
+    _write_sentencepiece(listing, target)
 
 
-def _read(path: Path) -> _Params:
+def _read(source: ByteSource) -> _Params:
+    path = source.name
     try:
-        with path.open("rb") as file:
-            params = json.loads(file.read(MAX_PARAMS_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        params = json.loads(read_small(source, MAX_PARAMS_BYTES))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} can't be read: {error}", file=path, hint=_HINT) from error
     if not isinstance(params, dict):
         raise ModelError(f"{path} holds no sizes of a model", file=path, hint=_HINT)
@@ -118,7 +124,7 @@ def _read(path: Path) -> _Params:
         ) from error
 
 
-def _config(params: _Params, path: Path, weights: wl.Weights, positions: int | None) -> Any:
+def _config(params: _Params, path: str, weights: wl.Weights, positions: int | None) -> Any:
     from transformers import LlamaConfig, MistralConfig
 
     strange = next((name for name in weights if not _NAME.fullmatch(name)), None)
@@ -166,7 +172,7 @@ def _config(params: _Params, path: Path, weights: wl.Weights, positions: int | N
     )
 
 
-def _layers(params: _Params, path: Path, weights: wl.Weights) -> int:
+def _layers(params: _Params, path: str, weights: wl.Weights) -> int:
     """How many layers there are: each of them has weights, so a model is no larger than they are."""
     there = {int(match["layer"]) for match in map(_NAME.fullmatch, weights) if match and match["layer"]}
     lacking = next((layer for layer in range(params.n_layers or len(there)) if layer not in there), None)
@@ -199,7 +205,7 @@ def _matrix(weights: wl.Weights, name: str) -> tuple[int, int]:
     return info.shape[0], info.shape[1]
 
 
-def _write_sentencepiece(folder: Path, target: Path) -> None:
+def _write_sentencepiece(listing: Listing, target: Path) -> None:
     """The tokenizer of Llama 1 and 2, which in Meta's downloads lies beside the folders of all sizes.
 
     That of Llama 3 has the same name, but is text of another kind, and Meta's code has its special tokens. It is left,
@@ -207,15 +213,15 @@ def _write_sentencepiece(folder: Path, target: Path) -> None:
     """
     if (target / "tokenizer.json").exists():
         return
-    for place in (folder, folder.parent):
-        model = place / "tokenizer.model"
-        if not model.is_file():
+    # Of a bucket's folder, what lies above is not known.
+    above = [FolderListing(listing.folder.parent)] if isinstance(listing, FolderListing) else []
+    for place in (listing, *above):
+        if place.problems([_SENTENCEPIECE]):
             continue
-        with model.open("rb") as file:
-            # A protocol buffer begins with the tag of its first field; Llama 3's with letters.
-            is_sentencepiece = file.read(1) == b"\n"
-        if is_sentencepiece:
-            shutil.copyfile(model, target / model.name)
+        content = read_small(place.open(_SENTENCEPIECE), _MAX_TOKENIZER_BYTES)
+        # A protocol buffer begins with the tag of its first field; Llama 3's with letters.
+        if content.startswith(b"\n"):
+            (target / _SENTENCEPIECE).write_bytes(content)
             if not (target / "tokenizer_config.json").exists():
                 (target / "tokenizer_config.json").write_text(json.dumps(_SENTENCEPIECE_CONFIG))
         return

@@ -8,15 +8,14 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 
 from __future__ import annotations
 
-import errno
 import fnmatch
+import io
 import math
-import os
-import struct
 import zipfile
+import zlib
+from functools import partial
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Its names are resolved on first use. Like torch and numpy below, they are not needed for listing the loaders.
@@ -27,15 +26,16 @@ from weightloaders.errors import (
     SourceError,
     SourceNotFoundError,
     UnsupportedDtypeError,
-    WeightLoadersError,
 )
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
-# No deflate stream expands more than this; a member that claims to would only exhaust memory.
-_MAX_DEFLATE_RATIO = 1032
+    from weightloaders.weights.zip_directory import Record
+
+# Bytes of a member that hold its header: NumPy makes it 128 long for an array of a few dimensions.
+_MAX_HEADER_BYTES = 2 << 10
 
 
 class NpzLoader(wl.BaseWeightLoader):
@@ -58,95 +58,119 @@ class NpzLoader(wl.BaseWeightLoader):
             AmbiguousSourceError: If the folder holds several.
             CheckpointFormatError: If it is not a sound archive of arrays that torch can hold.
         """
-        path = _find(Path(model_name_or_path), self.file_pattern)
-        try:
-            with zipfile.ZipFile(path) as archive:
-                members = [m for m in archive.infolist() if not m.is_dir()]
-                arrays = [m for m in members if m.filename.endswith(".npy")]
-                infos = [_describe(path, archive, member) for member in arrays]
-        except WeightLoadersError:
-            raise
-        except Exception as error:  # a damaged archive makes zipfile and numpy raise all kinds
-            # zipfile says of what it can't read that it is no archive.
-            for fault in (error, error.__context__):
-                if isinstance(fault, OSError) and _is_the_systems(fault):
-                    raise fault from None
-            raise CheckpointFormatError(f"{path} is not a sound .npz archive: {error}", file=path) from error
+        return self.get_listed_weights(*_listed(model_name_or_path))
+
+    def get_listed_weights(self, listing: wl.Listing, name: str = "") -> wl.Weights:
+        """The same of a file wherever it lies."""
+        from weightloaders.weights.zip_directory import read_directory
+
+        source = _find(listing, name, self.file_pattern)
+        members = [record for record in read_directory(source).values() if not record.name.endswith("/")]
+        arrays = [record for record in members if record.name.endswith(".npy")]
         if members and not arrays:
             raise CheckpointFormatError(
-                f"{path} is a zip file without .npy arrays in it",
-                file=path,
+                f"{source.name} is a zip file without .npy arrays in it",
+                file=source.name,
                 hint="what torch.save writes is a zip file too, and is read by the loader 'torch'",
             )
-        others = {m.filename: "not a .npy array" for m in members if m not in arrays}
+        begins = source.read_many([(array.offset, min(array.packed_size, _MAX_HEADER_BYTES)) for array in arrays])
+        infos = [_describe(array, begin) for array, begin in zip(arrays, begins, strict=True)]
+        others = {member.name: "not a .npy array" for member in members if member not in arrays}
         return wl.Weights.describe(infos, skipped_files=others)
 
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a ``.npz`` file, or a folder with just one."""
         try:
-            file = _find(Path(path), "*.npz")
+            return cls.probe_listing(*_listed(path))
         except SourceError as error:
             return wl.Probe.no(error.message)
-        if file.suffix.lower() == ".npz" and zipfile.is_zipfile(file):
-            return wl.Probe.yes(f"{file.name} is a .npz archive")
-        return wl.Probe.no(f"{file.name} is no .npz archive")
+
+    @classmethod
+    def probe_listing(cls, listing: wl.Listing, name: str = "") -> wl.Probe:
+        """The same of a file wherever it lies."""
+        from weightloaders.weights.source_file import SourceFile
+        from weightloaders.weights.zip_directory import ZIP_MAGIC
+
+        try:
+            source = _find(listing, name, "*.npz")
+            if source.name.lower().endswith(".npz"):
+                begin = source.read(0, min(len(ZIP_MAGIC), source.size))
+                # It may also lie behind other bytes.
+                if begin == ZIP_MAGIC or zipfile.is_zipfile(SourceFile(source)):
+                    return wl.Probe.yes("a .npz archive")
+        except SourceError as error:
+            return wl.Probe.no(error.message)
+        return wl.Probe.no(f"{source.name} is no .npz archive")
 
 
-def _is_the_systems(error: OSError) -> bool:
-    """Whether an error is of reading, and says nothing of the archive.
+def _listed(path: str) -> tuple[wl.FolderListing, str]:
+    from weightloaders.weights.files import listed
+    from weightloaders.weights.folder import path_of
 
-    Of damaged data bz2 raises one without a number, and zipfile goes to places before the file's first byte.
-    """
-    return error.errno not in (None, errno.EINVAL)
+    return listed(path_of(path))
 
 
-def _find(path: Path, pattern: str) -> Path:
-    if os.path.isfile(path):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
-        return path
-    if not os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-        raise SourceNotFoundError(f"there is no file or folder {path}", file=path)
-    found = sorted(file for file in path.iterdir() if fnmatch.fnmatch(file.name, pattern) and file.is_file())
+def _find(listing: wl.Listing, name: str, pattern: str) -> wl.ByteSource:
+    if name:
+        return listing.open(name)
+    found = sorted(file for file in listing.names if fnmatch.fnmatch(file, pattern))
     if not found:
-        raise SourceNotFoundError(f"{path} holds no {pattern}", file=path)
+        raise SourceNotFoundError(f"{listing.where} holds no {pattern}", file=listing.where)
     if len(found) > 1:
-        names = ", ".join(file.name for file in found)
         raise AmbiguousSourceError(
-            f"{path} holds several archives: {names}", file=path, hint="name the file, or give file_pattern"
+            f"{listing.where} holds several archives: {', '.join(found)}",
+            file=listing.where,
+            hint="name the file, or give file_pattern",
         )
-    return found[0]
+    return listing.open(found[0])
 
 
-def _describe(path: Path, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> wl.TensorInfo:
+def _describe(member: Record, begin: bytes) -> wl.TensorInfo:
+    name, source = member.name.removesuffix(".npy"), member.source
+    where = {"file": source.name, "tensor": name}
+    shape, is_fortran, stored, length = _header(member, begin, where)
+    dtype = _torch_dtype(stored, where)
+    if min(shape, default=0) < 0 or member.size != length + math.prod(shape) * stored.itemsize:
+        raise CheckpointFormatError(
+            f"array {name!r} of shape {list(shape)} in {stored} does not fit its {member.size} bytes", **where
+        )
+    if member.deflated:
+        unpack = partial(_unpack, member, length, stored, shape, is_fortran)
+        return wl.TensorInfo(name, dtype, shape, read=unpack, sources=[source])
+    extent = wl.Extent(
+        source,
+        member.offset + length,
+        byteorder="big" if stored.str.startswith(">") else "little",
+        strides=tuple(accumulate(shape[:-1], mul, initial=1)) if is_fortran and shape else None,
+    )
+    return wl.TensorInfo(name, dtype, shape, (extent,))
+
+
+def _header(member: Record, begin: bytes, where: dict[str, str]) -> tuple[tuple[int, ...], bool, np.dtype, int]:
+    """Shape, whether it is in Fortran order, dtype, and how long the header is that says so."""
     from numpy.lib import format as npy
 
-    name = member.filename.removesuffix(".npy")
-    where = {"file": str(path), "tensor": name}
-    with archive.open(member) as file:
+    try:
+        if member.deflated:
+            begin = zlib.decompressobj(-zlib.MAX_WBITS).decompress(begin, _MAX_HEADER_BYTES)
+        file = io.BytesIO(begin)
         version = npy.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             # 3.0 exists for the field names of structured arrays alone.
-            raise CheckpointFormatError(f"array {name!r} has format version {version}, not 1.0 or 2.0", **where)
+            raise CheckpointFormatError(
+                f"array {where['tensor']!r} has format version {version}, not 1.0 or 2.0", **where
+            )
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, is_fortran, stored = read_header(file)
-        begin = file.tell()
-    dtype = _torch_dtype(stored, where)
-    if min(shape, default=0) < 0 or member.file_size != begin + math.prod(shape) * stored.itemsize:
+        return (*read_header(file), file.tell())
+    except CheckpointFormatError:
+        raise
+    except Exception as error:  # a header that is none makes numpy raise all kinds
         raise CheckpointFormatError(
-            f"array {name!r} of shape {list(shape)} in {stored} does not fit its {member.file_size} bytes", **where
-        )
-    if member.compress_type == zipfile.ZIP_STORED:
-        extent = wl.Extent(
-            path,
-            _begin_of(path, member) + begin,
-            byteorder="big" if stored.str.startswith(">") else "little",
-            strides=tuple(accumulate(shape[:-1], mul, initial=1)) if is_fortran and shape else None,
-        )
-        return wl.TensorInfo(name, dtype, shape, (extent,))
-    if member.compress_type != zipfile.ZIP_DEFLATED or member.file_size > _MAX_DEFLATE_RATIO * member.compress_size:
-        raise CheckpointFormatError(f"array {name!r} is not compressed as numpy.savez_compressed does", **where)
-    source = wl.Extent(path).source
-    return wl.TensorInfo(name, dtype, shape, read=lambda: _unpack(path, member), sources=[source])
+            f"array {where['tensor']!r} in {where['file']} has no header that can be understood: {error}",
+            **where,
+            hint="the file is damaged, or the array is none of numbers",
+        ) from error
 
 
 def _torch_dtype(stored: np.dtype, where: dict[str, str]) -> torch.dtype:
@@ -162,21 +186,9 @@ def _torch_dtype(stored: np.dtype, where: dict[str, str]) -> torch.dtype:
     return dtype
 
 
-def _begin_of(path: Path, member: zipfile.ZipInfo) -> int:
-    # The header before the member need not be as long as the directory at the end of the file has it.
-    with path.open("rb") as file:
-        file.seek(member.header_offset + 26)
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-    return member.header_offset + 30 + int(name_length) + int(extra_length)
-
-
-def _unpack(path: Path, member: zipfile.ZipInfo) -> torch.Tensor:
+def _unpack(member: Record, begin: int, stored: np.dtype, shape: tuple[int, ...], is_fortran: bool) -> torch.Tensor:
+    import numpy as np
     import torch
-    from numpy.lib import format as npy
 
-    try:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            array = npy.read_array(file, allow_pickle=False)
-    except Exception as error:  # as above
-        raise CheckpointFormatError(f"{member.filename} in {path} can't be unpacked: {error}", file=path) from error
-    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+    array = np.ndarray(shape, stored, member.read(member.size), begin, order="F" if is_fortran else "C")
+    return torch.from_numpy(np.require(array, stored.newbyteorder("="), ["ALIGNED", "WRITEABLE"]))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path  # noqa: TC003 -- options are checked by their annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 # Its names are resolved on first use. Like obstore, torch is not needed for listing the loaders.
 import weightloaders as wl
-from weightloaders.errors import OptionsError, SourceError, SourceNotFoundError
+from weightloaders.errors import ModelError, OptionsError, SourceError, SourceNotFoundError
 from weightloaders.loaders.http import checked_headers
 from weightloaders.weights.discretion import shown
+from weightloaders.weights.file_names import PARAMS_FILE
 from weightloaders.weights.http import HttpSource, is_web_address
 from weightloaders_remote.addresses import SCHEMES, Address, scheme_of
 from weightloaders_remote.stores import Access, Store, bucket_store, server_store
@@ -124,12 +124,29 @@ class RemoteLoader(wl.BaseWeightLoader):
     def get_model_files(self, model_name_or_path: str, needed: str = "") -> Path | wl.Listing | None:
         """Where config and tokenizer lie: within the weights, where their format holds these, or beside them."""
         listing, name = self._place(model_name_or_path)
-        with contextlib.suppress(SourceError):
+        try:
+            reader = self._reader_for(listing, name)
+        except SourceError:
             # A folder with a config need not hold weights.
-            found = self._reader_for(listing, name).get_listed_model_files(listing, name, needed)
-            if found is not None:
-                return found
-        return None if is_web_address(model_name_or_path) else listing
+            reader = None
+        try:
+            found = None if reader is None else reader.get_listed_model_files(listing, name, needed)
+        except SourceError:
+            if needed and listing.problems([needed]):
+                # What keeps the reader from telling is why there is none.
+                raise
+            found = None
+        if found is not None:
+            return found
+        if is_web_address(model_name_or_path):
+            return None
+        if needed == "config.json" and listing.problems([needed]) and not listing.problems([PARAMS_FILE]):
+            raise ModelError(
+                f"there is no config in {listing.where}: it is in Meta's layout",
+                file=listing.where,
+                hint="name who makes one of params.json: reader='meta' (pip install weightloaders-meta)",
+            )
+        return listing
 
     @classmethod
     def probe(cls, path: str) -> wl.Probe:

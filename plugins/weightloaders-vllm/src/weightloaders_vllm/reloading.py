@@ -40,17 +40,25 @@ def check_written(model: nn.Module, loaded: Collection[str]) -> None:
     Raises:
         LoadError: With the parameters.
     """
-    left = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, layer, info in _in_pieces(model)
-        if not info.load_numel and info.load_numel_total and not is_deferred_attention_layer(layer)
-        for name, _ in layer.named_parameters(recurse=False)
-    ]
-    left = [name for name in left if name in loaded]
-    if left:
-        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+    pieces = {layer: (prefix, info) for prefix, layer, info in _in_pieces(model)}
+    left: dict[str, nn.Parameter] = {}
+    # What is tied gets its values through one of its layers, and vLLM puts the same memory back into the others.
+    written: set[int] = set()
+    for layer in model.modules():
+        prefix, info = pieces.get(layer, ("", None))
+        if info is None:
+            written.update(parameter.data_ptr() for parameter in layer.parameters(recurse=False))
+        elif info.kernel_tensors and info.load_numel_total and not is_deferred_attention_layer(layer):
+            before = info.kernel_tensors[0]
+            if info.load_numel:
+                written.update(parameter.data_ptr() for parameter in before.values())
+            else:
+                left.update((f"{prefix}.{name}" if prefix else name, before[name]) for name in before)
+    names = [name for name, parameter in left.items() if name in loaded and parameter.data_ptr() not in written]
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise LoadError(
-            f"the reload wrote nothing to {', '.join(map(repr, left[:_SHOWN]))}{more}", tensor=left[0],
+            f"the reload wrote nothing to {', '.join(map(repr, names[:_SHOWN]))}{more}", tensor=names[0],
             hint="reload from a checkpoint that has all that the model was loaded from",
         )  # fmt: skip
 
