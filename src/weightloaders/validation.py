@@ -63,8 +63,16 @@ def complaint(found: Iterable[Any]) -> str:
             continue
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
         # All fields together are no value that somebody wrote.
+        if item["type"] in ("float_type", "int_type"):
+            message += _for_text(item["input"])
         phrases[message if phrases or not item["loc"] else f"{brief(item['input'])}: {message}"] = None
     return " or ".join(phrases)
+
+
+def _for_text(value: Any) -> str:
+    """What is to be said of a number that YAML takes for text."""
+    match = re.fullmatch(r"([-+]?\d+)[eE]([-+]?)(\d+)", value) if isinstance(value, str) else None
+    return f" (in YAML it is text without a dot and a sign: {match[1]}.0e{match[2] or '+'}{match[3]})" if match else ""
 
 
 def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseModel]) -> list[str]:

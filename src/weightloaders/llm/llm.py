@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.config import LLMConfig
-from weightloaders.errors import ConfigError
+from weightloaders.errors import ConfigError, OptionsError, RegistryError
 from weightloaders.llm.engines.base import engine_class
 from weightloaders.llm.outputs import RequestOutput, SamplingParams
 from weightloaders.llm.prompts import rendered, requests_for
@@ -154,7 +154,12 @@ class LLM:
                 arguments["sampling_params"] = SamplingParams(**arguments["sampling_params"])
             except ConfigError as error:
                 raise ConfigError(f"{path}: sampling_params: {error.message}", file=path) from None
-        return cls(**{**arguments, **overrides})
+        try:
+            return cls(**{**arguments, **overrides})
+        except (RegistryError, OptionsError) as error:
+            if not overrides.keys() & {"weight_loader", "weight_loader_kwargs"}:
+                error.file = error.file or str(path)
+            raise
 
     @property
     def model(self) -> torch.nn.Module:
