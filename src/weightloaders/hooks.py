@@ -336,7 +336,7 @@ def _naming(impl: pluggy.HookImpl) -> Iterator[None]:
     except WeightLoadersError as error:
         error.plugin = error.plugin or impl.plugin_name
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
         raise broken(_plugin_of(impl), f"failed in {impl.function.__name__}", error) from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.discovery import did_you_mean
-from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
+from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError, WeightLoadersError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.place import as_name, looks_like_repository
 from weightloaders.loaders.resolve import fetch_model_files, resolve_folder
@@ -30,6 +30,7 @@ from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
+from weightloaders.weights.folder import kind_of
 from weightloaders.weights.http import is_web_address
 from weightloaders.weights.texts import brief
 
@@ -60,6 +61,8 @@ ARGUMENTS = (
 
 # Beside these, code of the model's own, where that is trusted.
 _BUILT_FROM = ("config.json", "generation_config.json")
+# The largest configs, with their lists of labels, have some megabytes.
+_MAX_CONFIG_BYTES = 1 << 26
 
 # Told of a folder, and of the patterns of the files in it that are about to be read, or run; may refuse.
 Admit = Callable[[Path, Sequence[str]], object]
@@ -241,6 +244,7 @@ def _config(
         if folder is None:
             raise ModelError("neither a source nor a config was given", hint=_NO_CONFIG)
         admit(folder, (*_BUILT_FROM, "*.py") if trust else _BUILT_FROM)
+        _check_sizes(folder)
         try:
             config, kwargs = AutoConfig.from_pretrained(
                 folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
@@ -259,6 +263,17 @@ def _config(
     return config, kwargs
 
 
+def _check_sizes(folder: Path) -> None:
+    for name in _BUILT_FROM:
+        file = folder / name
+        if kind_of(file) is None and file.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ModelError(
+                f"{file} has {file.stat().st_size} bytes, which no config has (limit {_MAX_CONFIG_BYTES})",
+                file=file,
+                hint=_NO_CONFIG,
+            )
+
+
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
@@ -270,6 +285,11 @@ def _model_class(config: Any, auto_class: Any, folder: Path | None, trust: bool)
     wanted = auto_class
     if wanted is None:
         names = getattr(config, "architectures", None) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ModelError(
+                f"the config of {folder or 'the model'} has no list of names as architectures: {names!r:.100}",
+                hint="say which class to build, e.g. auto_class='AutoModelForCausalLM'",
+            )
         if not names:
             raise ModelError(
                 f"the config of {folder or 'the model'} names no architecture",
@@ -278,7 +298,7 @@ def _model_class(config: Any, auto_class: Any, folder: Path | None, trust: bool)
         if trust and getattr(config, "auto_map", None):
             return _remote_class(config, folder)
         wanted = getattr(transformers, names[0], None)
-        if wanted is None:
+        if not isinstance(wanted, type):
             raise ModelError(
                 f"transformers {transformers.__version__} has no class {names[0]!r}",
                 hint="a newer transformers may have it; code that comes with a model needs trust_remote_code=True",
@@ -388,7 +408,9 @@ def _constructed(build: Callable[[], Any], model_class: Any) -> Any:
             hint="arguments that loading and the config don't know go to the model's constructor; leave it out, or "
             "correct its name",
         ) from error
-    except (ValueError, ImportError, AttributeError, KeyError) as error:
+    except WeightLoadersError:
+        raise
+    except Exception as error:
         raise _not_built(model_class, error) from error
 
 
@@ -419,7 +441,15 @@ def _add_generation_config(model: Any, folder: Path | None) -> None:
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            file = folder / "generation_config.json"
+            raise ModelError(
+                f"{file} can't be used: {type(error).__name__}: {_first_line(error)}",
+                file=file,
+                hint="correct it, or remove it: a model can do without",
+            ) from error
 
 
 def stored_dtype_of(weights: Weights) -> torch.dtype | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.discovery import KNOWN_PACKAGES, did_you_mean
@@ -24,7 +25,6 @@ from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from pathlib import Path
 
     from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Stream, Weights
@@ -168,6 +168,10 @@ def _nobody(
     # These two answer False for what can't be asked at all, where pathlib raises.
     is_file, exists = os.path.isfile(path), os.path.exists(path)  # noqa: PTH110, PTH113
     hint, details = _way_out([path.partition("://")[0], path, *_names_in(path)], reasons), _details(reasons)
+    if shown(path) != path:
+        # Some say it as the path that it would be.
+        for name in (path, str(Path(path))):
+            details = details.replace(name, shown(path))
     if is_web_address(path):
         path = shown(path)
         return SourceNotFoundError(f"no loader recognises the address {path}:{details}", file=path, hint=hint)
@@ -186,7 +190,7 @@ def _nobody(
     if os.path.isfile(os.path.join(path, ADAPTER_FILE)):  # noqa: PTH113, PTH118 -- as above
         what = "it holds an adapter (LoRA or the like), which is no model by itself"
         hint = ADAPTER_HINT
-    return SourceNotFoundError(f"no weights found at {path}: {what}{details}", file=path, hint=hint)
+    return SourceNotFoundError(f"no weights found at {shown(path)}: {what}{details}", file=shown(path), hint=hint)
 
 
 def _nobody_here(

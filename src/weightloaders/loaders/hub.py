@@ -213,7 +213,11 @@ class Repository:
             return self._stand_in(from_cache, error)
         except SourceError:
             raise
-        except (transport_error, errors.EntryNotFoundError, OSError, ValueError, KeyError, TypeError) as error:
+        # hf_xet's errors, and that of a client which another thread has closed after a failed connection, are no more
+        # than RuntimeErrors.
+        except (
+            transport_error, errors.EntryNotFoundError, OSError, RuntimeError, ValueError, KeyError, TypeError
+        ) as error:  # fmt: skip
             return self._stand_in(from_cache, error)
 
     def _stand_in(self, from_cache: Callable[[Path], T], error: Exception) -> tuple[T, str]:

@@ -120,6 +120,12 @@ def explained(error: Exception, repository: Repository, beside: str = "") -> Sou
             file=name,
             hint=f"downloads need a cache that can be written; it is {repository.access.cache}, or what cache_dir says",
         )
+    if isinstance(error, RuntimeError):
+        return unreadable(
+            f"can't get {name} from where {hub} stores its files ({detail})",
+            "check the network, or try again later; with HF_HUB_DISABLE_XET=1 in the environment when Python starts, "
+            "files come in the ordinary way instead of by hf_xet",
+        )
     return unreadable(
         f"can't get {name} from {hub} ({detail})",
         f"check the network, and HF_ENDPOINT if a mirror is used; a folder on disk is given as ./{name}",
