@@ -319,3 +319,37 @@ def test_a_value_that_does_not_suit_the_models_config_is_refused_by_name(write, 
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "16"}))
     with pytest.raises(ModelError, match=r"there is no usable config in .*hidden_size"):
         LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sampling_params": {"temperature": 0}}, "sampling_params is a SamplingParams"),
+        ({"trust_remote_code": "no"}, "trust_remote_code is True or False, not 'no'"),
+        ({"max_num_seqs": "3"}, "max_num_seqs is a number from 1 on, not '3'"),
+        ({"max_num_seqs": 0}, "max_num_seqs is a number from 1 on, not 0"),
+        ({"max_model_len": True}, "max_model_len is a number from 1 on, not True"),
+        ({"model_kwargs": {"a": 1}}, "model_kwargs is a key of config files"),
+    ],
+)
+def test_arguments_in_python_are_checked_as_those_of_a_file_before_anything_is_opened(arguments, said):
+    from weightloaders import LLM
+
+    with pytest.raises(ConfigError, match=said):
+        LLM("./nowhere", **arguments)
+
+
+def test_code_is_trusted_by_true_and_not_by_any_word(tmp_path):
+    from weightloaders import from_pretrained
+    from weightloaders.testing import tiny_checkpoint
+
+    with pytest.raises(ConfigError, match="trust_remote_code is True or False, not 'no'"):
+        from_pretrained(tiny_checkpoint(tmp_path / "llama"), trust_remote_code="no")
+
+
+def test_what_is_no_path_is_no_config():
+    from weightloaders import LLM
+
+    for wrong in (3, None):
+        with pytest.raises(ConfigError, match="path is the path of a config file"):
+            LLM.from_config(wrong)

@@ -182,6 +182,9 @@ def build_skeleton(
         ModelError: If there is no usable config, transformers does not know its architecture, or it can't load a
             checkpoint that is quantised in this way here.
     """
+    if not isinstance(trust_remote_code, bool):
+        # "no" would be a yes.
+        raise ConfigError(f"trust_remote_code is True or False, not {brief(trust_remote_code)}")
     wanted = _dtype_named(dtype)
     auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
