@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import hashlib
 import importlib.util
@@ -433,6 +434,38 @@ def test_a_hub_that_lists_odd_names_has_nothing_written_outside_the_cache(
     assert sorted(path for path in Path.home().iterdir() if path.name.startswith("escaped")) == before
     for path in cache.rglob("*") if cache.exists() else ():
         assert path.resolve().is_relative_to(cache.resolve())
+
+
+def test_ctrl_c_ends_downloads_that_run(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose threads would else keep the process from ending for as long as they take."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 10)
+    assert hub.storage is not None
+    interrupted, whole = threading.Event(), []
+
+    def slowly(handler: Handler) -> Any:
+        if handler.command == "GET":
+            content = hub.commits[COMMIT][FIRST]
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(len(content)))
+            handler.end_headers()
+            handler.wfile.write(content[:5000])
+            if not interrupted.is_set():
+                interrupted.set()
+                _thread.interrupt_main()
+            interrupted.wait(20)
+            for at in range(5000, len(content), 1000):
+                time.sleep(0.1)
+                handler.wfile.write(content[at : at + 1000])
+            whole.append(handler.path)
+        return None
+
+    for name in (FIRST, SECOND):
+        hub.storage.odd[f"/{COMMIT}/{name}"] = slowly
+    with pytest.raises(KeyboardInterrupt):
+        loaded(cache)
+    wait_for_threads()
+    assert whole == []
+    assert not list(cache.rglob("*.incomplete"))
 
 
 # ------------------------------------------------------------------ by hf_xet

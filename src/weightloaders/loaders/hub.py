@@ -21,6 +21,7 @@ from weightloaders.errors import (
     RemoteReadError,
     SourceError,
     SourceNotFoundError,
+    SourceReadError,
 )
 from weightloaders.loaders.headers_only import asked_once, only_headers_are_wanted
 from weightloaders.loaders.hub_files import HubFiles
@@ -337,8 +338,8 @@ class Repository:
             url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
             patiently(lambda: get_hf_file_metadata(url, token=self.access.token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
 
-    def download(self, file: str, commit: str) -> Path:
-        """The path of a file in the cache, to which it is downloaded if it is not there."""
+    def download(self, file: str, commit: str, stopped: Callable[[], bool]) -> Path:
+        """The path of a file in the cache, to which it is downloaded if it is not there, unless that was stopped."""
         from huggingface_hub import hf_hub_download
 
         return Path(
@@ -349,19 +350,27 @@ class Repository:
                 cache_dir=self.access.cache,
                 token=self.access.token,
                 endpoint=self.access.endpoint,
-                **_bar_of(file),
+                **_bar_of(file, stopped),
             )
         )
 
 
-def _bar_of(file: str) -> dict[str, Any]:
-    """What has the bar of a download named after the file: else it may be named after an address with a signature."""
+def _bar_of(file: str, stopped: Callable[[], bool]) -> dict[str, Any]:
+    """What has the bar of a download named after the file, and ends the download where it was stopped.
+
+    Else it may be named after an address with a signature.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "desc": file})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped():
+                raise SourceReadError(f"the download of {file} was stopped", file=file)
+            return super().update(n)
 
     # Older ones can't be told.
     return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}
