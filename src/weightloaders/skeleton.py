@@ -32,6 +32,7 @@ from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
 from weightloaders.weights.folder import kind_of
 from weightloaders.weights.http import is_web_address
+from weightloaders.weights.texts import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -181,6 +182,9 @@ def build_skeleton(
         ModelError: If there is no usable config, transformers does not know its architecture, or it can't load a
             checkpoint that is quantised in this way here.
     """
+    if not isinstance(trust_remote_code, bool):
+        # "no" would be a yes.
+        raise ConfigError(f"trust_remote_code is True or False, not {brief(trust_remote_code)}")
     wanted = _dtype_named(dtype)
     auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
@@ -218,7 +222,9 @@ def _files_or_explain(
             ) from error
         is_metas = os.path.isfile(Path(source) / PARAMS_FILE)  # noqa: PTH113
         raise ModelError(
-            f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
+            f"there is no config in {where}: {error.message}",
+            file=where,
+            hint=_OF_META if is_metas else error.hint or _NO_CONFIG,
         ) from error
 
 
@@ -230,6 +236,7 @@ def _config(
     kwargs: dict[str, Any],
     admit: Admit,
 ) -> tuple[Any, dict[str, Any]]:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
     kwargs = dict(kwargs)
@@ -245,12 +252,14 @@ def _config(
             config, kwargs = AutoConfig.from_pretrained(
                 folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
             )
-        # What a config holds is somebody else's, and fails in transformers in whatever way.
         except Exception as error:
+            # Whatever stands in the file, or was given, meets the code of a config's class as it is.
+            said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else _first_line(error)
+            at_fault = next((name for name in kwargs if repr(name) in said), None)
+            if at_fault is not None:
+                raise ModelError(f"{at_fault}={brief(kwargs[at_fault])} does not suit the config: {said}") from error
             hint = _NO_CONFIG if trust or "trust_remote_code" not in str(error) else _CODE
-            raise ModelError(
-                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=hint
-            ) from error
+            raise ModelError(f"there is no usable config in {folder}: {said}", file=folder, hint=hint) from error
         kwargs.pop("local_files_only", None)
     if attention is not None:
         config._attn_implementation = attention  # noqa: SLF001 -- what `from_pretrained` sets for this argument

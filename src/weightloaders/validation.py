@@ -72,9 +72,17 @@ def complaint(found: Iterable[Any], place: str = "") -> str:
             phrases["is required"] = None
             continue
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+        if item["type"] in ("float_type", "int_type"):
+            message += _for_text(item["input"])
         # All fields together are no value that somebody wrote.
         phrases[message if phrases or not item["loc"] else f"{_told(item['input'], place)}: {message}"] = None
     return " or ".join(phrases)
+
+
+def _for_text(value: Any) -> str:
+    """What is to be said of a number that YAML takes for text."""
+    match = re.fullmatch(r"([-+]?\d+)[eE]([-+]?)(\d+)", value) if isinstance(value, str) else None
+    return f" (in YAML it is text without a dot and a sign: {match[1]}.0e{match[2] or '+'}{match[3]})" if match else ""
 
 
 def _told(value: Any, place: str) -> str:

@@ -197,6 +197,13 @@ def test_a_tag_that_no_file_has_brings_those_that_there_are_and_nothing_else(man
     assert len(said) <= 3, said
 
 
+def test_a_repository_with_a_quantisation_is_told_what_to_do_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceNotFoundError, match="org/name:Q4_K_M is not there") as refused:
+        wl.open_weights("org/name:Q4_K_M")
+    assert "files on the hub have to be downloaded first" in refused.value.hint
+
+
 def test_a_tag_behind_a_file_is_told_from_a_file_that_is_not_there(tmp_path):
     path = one(tmp_path / "model.gguf")
     for loader in ("gguf", "auto"):

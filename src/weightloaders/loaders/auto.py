@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NO_WAY = "name the loader that reads it, if there is one"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -183,6 +185,8 @@ def _nobody(
         logger.debug("what the loaders say of %s:%s", path, details)
         others = ", ".join(name for name in reasons if name not in troubled)
         details = _details({name: reasons[name] for name in troubled}) + f"\n  asked in vain: {others}" * bool(others)
+        if hint == _NO_WAY:
+            hint = "check the path; the working directory is " + os.getcwd()  # noqa: PTH109 -- a text is wanted
     if os.path.isfile(os.path.join(path, ADAPTER_FILE)):  # noqa: PTH113, PTH118 -- as above
         what = "it holds an adapter (LoRA or the like), which is no model by itself"
         hint = ADAPTER_HINT
@@ -207,7 +211,7 @@ def _way_out(names: Iterable[str], reasons: Mapping[str, str]) -> str:
     """What to install for names that end, or are, like a format's; else what else might help."""
     kinds = [reader_of(name) or suffix_of(name).removeprefix(".") or name for name in names]
     packages = [KNOWN_PACKAGES[kind] for kind in kinds if kind in KNOWN_PACKAGES and kind not in reasons]
-    return f"pip install {packages[0]}" if packages else "name the loader that reads it, if there is one"
+    return f"pip install {packages[0]}" if packages else _NO_WAY
 
 
 def _names_in(path: str) -> list[str]:

@@ -141,6 +141,11 @@ def names_in(listing: Listing, *, within: bool = False) -> list[str]:
     return names + _in_subfolders(listing) if within and isinstance(listing, FolderListing) else names
 
 
+def names_quantisation(tag: str) -> bool:
+    """Whether a word is what llama.cpp calls a quantisation, such as ``Q4_K_M``."""
+    return _QUANTISATION.fullmatch(tag) is not None
+
+
 def _no_model(name: str) -> str | None:
     file = name.rpartition("/")[2].lower()
     return next((reason for word, reason in _NO_MODELS.items() if re.search(rf"(^|[-_.]){word}([-_.]|$)", file)), None)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import weightloaders as wl
 from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError
-from weightloaders_gguf.files import Files, choose, names_in, place_of
+from weightloaders_gguf.files import Files, choose, names_in, names_quantisation, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -99,7 +99,9 @@ class GgufLoader(wl.BaseWeightLoader):
         try:
             place = place_of(path)
         except SourceError as error:
-            return wl.Probe.no(error.message)
+            # llama.cpp's own way to name a repository's file: told here what to do with it.
+            named = names_quantisation(path.rpartition(":")[2])
+            return wl.Probe.maybe("a quantisation is named") if named else wl.Probe.no(error.message)
         return cls._probe(place.listing, place.name, place.tag)
 
     @classmethod
