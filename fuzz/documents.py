@@ -325,6 +325,7 @@ class Params(Target):
         from weightloaders_meta.model_files import _config, _read
 
         from weightloaders.weights.meta_llama import LlamaShapes
+        from weightloaders.weights.source import FileSource
 
         shapes = LlamaShapes.read(files["params.json"])
         with MetaLoader().get_weights(str(folder)) as weights:
@@ -334,7 +335,8 @@ class Params(Target):
                 for info in weights.infos():
                     shapes.way_of(info, 2)
                 shapes.parts_needed(weights.infos())
-            _config(_read(folder / "params.json"), folder / "params.json", weights, None)
+            source = FileSource(folder / "params.json")
+            _config(_read(source), source.name, weights, None)
 
 
 def _llama() -> dict[str, torch.Tensor]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 COMMIT, NEWER = "0" * 40, "1" * 40
+XET_TOKEN = "xEtToKeN"
 
 Answer = tuple[int, "Mapping[str, str]", bytes]
 
@@ -164,6 +167,8 @@ class Hub:
     query: str = ""
     branches: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     repository: str = "org/name"
+    # The server from which hf_xet gets large files, as the real hub has it.
+    xet: Web | None = None
     # What every request is answered with instead: a status and the hub's error code.
     refuses: tuple[int, str] | None = None
     # What files are refused with, though they are listed; and which one, if not all.
@@ -215,6 +220,10 @@ class Hub:
     def _answer(self, path: str) -> Answer | bytes | None:
         if self.refuses is not None:
             return self.refuses[0], {"X-Error-Code": self.refuses[1], **self.refusal_headers}, b"{}"
+        if self.xet is not None and path.startswith(f"/api/models/{self.repository}/xet-read-token/"):
+            in_an_hour = str(int(time.time()) + 3600)
+            admits = {"X-Xet-Access-Token": XET_TOKEN, "X-Xet-Token-Expiration": in_an_hour}
+            return 200, {"X-Xet-Cas-Url": self.xet.url, **admits}, b"{}"
         listing, files = f"/api/models/{self.repository}/revision/", f"/{self.repository}/resolve/"
         if path.startswith(listing):
             revision = path.removeprefix(listing)
@@ -238,4 +247,26 @@ class Hub:
             "X-Linked-Etag": f'"{hash(content):x}"',
             "X-Linked-Size": str(len(content)),
         }
+        if self.xet is not None and name.endswith(".safetensors"):
+            route = f"{self.url}/api/models/{self.repository}/xet-read-token/{commit}"
+            facts |= {"X-Xet-Hash": _stored_by_xet(self.xet, content, self.query), "X-Xet-Refresh-Route": route}
         return 302, {"Location": f"{self.storage.url}/{commit}/{name}{self.query}", **facts}, b"moved"
+
+
+def _stored_by_xet(web: Web, content: bytes, query: str) -> str:
+    """Put a file on a server as hf_xet asks for it, and give its name there.
+
+    A file is put together of chunks of "xorbs": https://huggingface.co/docs/xet/api and .../docs/xet/xorb. Each chunk
+    has a header: version, length as it is stored, way of compression (none), length.
+    """
+    name = hashlib.sha256(content).hexdigest()
+    chunks = [content[at : at + 60_000] for at in range(0, len(content), 60_000)]
+    lengths = [len(chunk).to_bytes(3, "little") for chunk in chunks]
+    xorb = b"".join(b"\0" + n + b"\0" + n + chunk for n, chunk in zip(lengths, chunks, strict=True))
+    chunks_of = {"start": 0, "end": len(chunks)}
+    place = {"range": chunks_of, "url": f"{web.url}/{name}{query}", "url_range": {"start": 0, "end": len(xorb) - 1}}
+    term = {"hash": name, "unpacked_length": len(content), "range": chunks_of}
+    parts = {"offset_into_first_range": 0, "terms": [term], "fetch_info": {name: [place]}}
+    web.files[f"/v1/reconstructions/{name}"] = json.dumps(parts).encode()
+    web.files[f"/{name}"] = xorb
+    return name

@@ -68,21 +68,27 @@ def test_third_parties_are_not_even_looked_for_when_a_built_in_says_yes():
     assert type(loader.choose("x")).__name__ == "a"
 
 
-def test_nobody_for_a_path_that_does_not_exist_brings_every_reason(tmp_path):
+def test_nobody_for_a_path_that_does_not_exist_names_who_was_asked_and_what_failed(tmp_path, caplog):
     nowhere = str(tmp_path / "nowhere")
-    with pytest.raises(SourceNotFoundError, match="there is no such file or folder") as caught:
+    with (
+        caplog.at_level(logging.DEBUG, "weightloaders"),
+        pytest.raises(SourceNotFoundError, match="there is no such file or folder") as caught,
+    ):
         auto({"a": NO, "b": RuntimeError("boom")}, {"c": Probe.no(), "d": "yes"}).choose(nowhere)
     message = str(caught.value)
-    for reason in (
-        "a: not mine",
-        "b: failed with RuntimeError: boom",
-        "c: no",
-        "d: failed with",
-        "not a Probe",
-        nowhere,
-    ):
-        assert reason in message
+    for said in ("b: failed with RuntimeError: boom", "d: failed with", "not a Probe", "asked in vain: a, c", nowhere):
+        assert said in message
+    assert "not mine" not in message
+    assert "a: not mine" in caplog.text
     assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_nobody_for_an_address_or_a_folder_brings_every_reason(tmp_path):
+    for source in (str(tmp_path), "shelf://nowhere"):
+        with pytest.raises(SourceNotFoundError) as caught:
+            auto({"a": NO, "b": RuntimeError("boom")}, {"c": Probe.no(), "d": "yes"}).choose(source)
+        for reason in ("a: not mine", "b: failed with RuntimeError: boom", "c: no", "d: failed with"):
+            assert reason in str(caught.value)
 
 
 def test_a_folder_or_file_that_nobody_recognises_is_told_apart(tmp_path):
@@ -91,6 +97,44 @@ def test_a_folder_or_file_that_nobody_recognises_is_told_apart(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"x")
     with pytest.raises(CheckpointFormatError, match="no loader recognises"):
         auto({"a": NO}).choose(str(tmp_path / "x.bin"))
+
+
+def test_who_could_not_look_is_told_first_who_was_not_asked_last_and_one_reason_once(tmp_path):
+    def asked(path):
+        with pytest.raises(SourceNotFoundError) as caught:
+            auto(
+                {"a": Probe.no("does not take part in automatic detection"), "b": NO, "c": NO}, {"z": OSError("lost")}
+            ).choose(path)
+        return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+    assert asked(str(tmp_path))[:3] == [
+        "z: failed with OSError: lost",
+        "b, c: not mine",
+        "a: does not take part in automatic detection",
+    ]
+
+
+def test_of_a_path_that_is_not_there_the_nearest_is_named(registry, tmp_path):
+    (tmp_path / "SmolLM2").mkdir()
+    with pytest.raises(SourceNotFoundError) as caught:
+        registry.resolve("auto", source=str(tmp_path / "SmolML2"))
+    first, *others = str(caught.value).splitlines()
+    assert first.endswith("there is no such file or folder; did you mean 'SmolLM2'?")
+    assert len(others) <= 2, others
+
+
+def test_a_source_without_a_name_is_refused_rather_than_taken_for_the_working_directory(sources, monkeypatch):
+    monkeypatch.chdir(sources / "hf")
+    for loader in ("auto", "local", "hf"):
+        with pytest.raises(SourceNotFoundError, match="the name of the source is empty"):
+            open_weights("", loader)
+
+
+@pytest.mark.parametrize("name", ["nothing.gguf", "org/nothing.npz"])
+def test_a_name_that_ends_like_a_file_is_not_looked_for_on_the_hub(name):
+    with pytest.raises(SourceNotFoundError, match="is not there") as caught:
+        open_weights(name, "hf")
+    assert caught.value.hint == f"hf://{name} means a repository on the hub"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from weightloaders import __version__
 from weightloaders.cli.main import app
 from weightloaders.errors import SourceNotFoundError
+from weightloaders.testing import fake_distribution
 from weightloaders.weights.weights import Weights
 
 
@@ -105,6 +106,31 @@ def test_an_error_is_a_message_and_no_traceback(tmp_path):
     assert "error: " in result.stderr
     assert str(tmp_path / "absent") in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_what_a_plugin_prints_is_not_among_the_results(tmp_path):
+    module = """
+print("hello from a plugin")
+from weightloaders import BaseWeightLoader
+class Loader(BaseWeightLoader):
+    def get_weights(self, path):
+        print("reading")
+        return {}
+"""
+    points = {"weightloaders.loaders": {"chatty": "chatty_module:Loader"}}
+    with fake_distribution(tmp_path, "chatty", entry_points=points, modules={"chatty_module": module}):
+        listed = run("list", "--json")
+        assert "chatty" in {loader["name"] for loader in json.loads(listed.stdout)}
+        assert "hello from a plugin" in listed.stderr
+        inspected = run("inspect", "anything", "--loader", "chatty", "--json")
+        assert json.loads(inspected.stdout)["tensors"] == []
+        assert "reading" in inspected.stderr
+
+
+@pytest.mark.parametrize("policies", [["lm_head=warn", "lm_head=error"], ["warn", "error"]])
+def test_a_policy_that_is_given_twice_is_refused(folder, policies):
+    said = run("plan", folder, *(part for policy in policies for part in ("--on-missing", policy)), status=1).stderr
+    assert "is given twice" in said
 
 
 def test_with_debug_an_error_is_raised_as_it_is(tmp_path):

@@ -223,3 +223,133 @@ def test_a_dtype_may_be_given_to_the_constructor_as_such():
     # Files say dtypes as strings; only Python can say them otherwise, and then LLM takes them without a config.
     with pytest.raises(ConfigError, match="dtype"):
         LLMConfig(model="m", dtype=torch.float16)
+
+
+# ------------------------------------------------------------------ what is said twice, or is not what it seems
+
+
+@pytest.mark.parametrize("key", ["model", "dtype", "weight_loader", "device_map"])
+def test_what_has_a_key_of_its_own_is_not_said_once_more_among_the_models_arguments(write, key):
+    with pytest.raises(ConfigError, match=rf"model_kwargs: .*{key!r} is a key of the file itself"):
+        LLMConfig.from_file(write(f"model: m\nmodel_kwargs: {{{key}: x}}\n"))
+
+
+@pytest.mark.parametrize("key", ["self", "hidden size", "1"])
+def test_an_argument_of_the_model_has_a_name_that_can_be_one(write, key):
+    with pytest.raises(ConfigError, match="is no name of an argument"):
+        LLMConfig.from_file(write(f"model: m\nmodel_kwargs: {{'{key}': 2}}\n"))
+
+
+@pytest.mark.parametrize("key", ["model", "weights", "tokenizer", "rules", "revision"])
+def test_an_empty_name_is_refused_rather_than_taken_for_the_folder_of_the_file(write, key):
+    text = "model: ''\n" if key == "model" else f"model: m\n{key}: ''\n"
+    with pytest.raises(ConfigError, match=rf"{key}: ''"):
+        LLMConfig.from_file(write(text))
+
+
+def test_a_path_beside_a_config_in_the_working_directory_stays_a_path(write, tmp_path, monkeypatch):
+    write("model: ./smollm2\ntokenizer: there\n")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = LLMConfig.from_file("llm.yaml")
+    assert (config.model, config.tokenizer) == (f".{os.sep}smollm2", f".{os.sep}there")
+
+
+@pytest.mark.parametrize("name", ["llm.yaml", "llm.toml", "llm.json"])
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_an_empty_file_is_called_empty_whatever_its_format(write, name, text):
+    with pytest.raises(ConfigError, match="is empty"):
+        LLMConfig.from_file(write(text, name))
+
+
+def test_a_name_without_an_ending_is_told_so(write):
+    with pytest.raises(ConfigError, match="its name has no ending that tells the format"):
+        LLMConfig.from_file(write("model: m\n", "config"))
+
+
+@pytest.mark.parametrize(
+    "text", ["a" + ".a" * 400_000 + " = 1", "[a" + ".a" * 400_000 + "]", ("a" + ".a" * 150 + "=1\n") * 3000]
+)
+def test_a_key_of_many_parts_is_refused_before_hours_are_spent_on_it(write, text):
+    with pytest.raises(ConfigError, match=r"line 1 has more than 100 dots"):
+        LLMConfig.from_file(write(text, "llm.toml"))
+
+
+def test_the_home_folder_may_be_written_as_in_a_shell(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write("model: m\n")
+    assert LLMConfig.from_file("~/llm.yaml").model == "m"
+
+
+def test_a_number_that_yaml_takes_for_text_is_told_how_it_is_written(write):
+    from weightloaders import LLM
+
+    with pytest.raises(ConfigError, match=r"'1e-1': should be a valid number \(in YAML .* 1\.0e-1\)"):
+        LLM.from_config(write("model: m\nsampling_params: {temperature: 1e-1}\n"))
+
+
+def test_a_loader_that_a_config_names_and_nobody_has_is_told_with_the_file(write, tmp_path):
+    from weightloaders import LLM
+    from weightloaders.errors import OptionsError, UnknownLoaderError
+    from weightloaders.testing import tiny_checkpoint
+
+    tiny_checkpoint(tmp_path / "llama")
+    path = write("model: ./llama\nweight_loader: nobodys\n")
+    with pytest.raises(UnknownLoaderError, match="nobodys") as caught:
+        LLM.from_config(path)
+    assert caught.value.file == str(path)
+    with pytest.raises(UnknownLoaderError) as caught:
+        LLM.from_config(path, weight_loader="nobodys-either")
+    assert caught.value.file is None
+    path = write("model: ./llama\nweight_loader: local\nweight_loader_kwargs: {size: 3}\n")
+    with pytest.raises(OptionsError, match="size") as refused:
+        LLM.from_config(path)
+    assert str(path) in str(refused.value)
+
+
+def test_a_value_that_does_not_suit_the_models_config_is_refused_by_name(write, tmp_path):
+    from weightloaders import LLM
+    from weightloaders.errors import ModelError
+    from weightloaders.testing import tiny_checkpoint
+
+    folder = tiny_checkpoint(tmp_path / "llama")
+    with pytest.raises(ModelError, match=r"hidden_size='16' does not suit the config: .*expected int, got str"):
+        LLM.from_config(write("model: ./llama\nmodel_kwargs: {hidden_size: '16'}\n"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "16"}))
+    with pytest.raises(ModelError, match=r"there is no usable config in .*hidden_size"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"sampling_params": {"temperature": 0}}, "sampling_params is a SamplingParams"),
+        ({"trust_remote_code": "no"}, "trust_remote_code is True or False, not 'no'"),
+        ({"max_num_seqs": "3"}, "max_num_seqs is a number from 1 on, not '3'"),
+        ({"max_num_seqs": 0}, "max_num_seqs is a number from 1 on, not 0"),
+        ({"max_model_len": True}, "max_model_len is a number from 1 on, not True"),
+        ({"model_kwargs": {"a": 1}}, "model_kwargs is a key of config files"),
+    ],
+)
+def test_arguments_in_python_are_checked_as_those_of_a_file_before_anything_is_opened(arguments, said):
+    from weightloaders import LLM
+
+    with pytest.raises(ConfigError, match=said):
+        LLM("./nowhere", **arguments)
+
+
+def test_code_is_trusted_by_true_and_not_by_any_word(tmp_path):
+    from weightloaders import from_pretrained
+    from weightloaders.testing import tiny_checkpoint
+
+    with pytest.raises(ConfigError, match="trust_remote_code is True or False, not 'no'"):
+        from_pretrained(tiny_checkpoint(tmp_path / "llama"), trust_remote_code="no")
+
+
+def test_what_is_no_path_is_no_config():
+    from weightloaders import LLM
+
+    for wrong in (3, None):
+        with pytest.raises(ConfigError, match="path is the path of a config file"):
+            LLM.from_config(wrong)

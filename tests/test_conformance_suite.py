@@ -41,6 +41,7 @@ WRITING = "test_writing_into_a_tensor_changes_nothing_else"
 OUTLIVE = "test_tensors_outlive_closing"
 SPAWNED = "test_a_spawned_process_reads_the_same_values"
 THREADS = "test_several_threads_read_the_same_values"
+AT_ANY_STEP = "test_a_thread_reads_while_another_is_at_any_step"
 LISTED = "test_files_that_are_listed_are_read_as_those_on_disk"
 TRUNCATED = "test_truncated_files_are_refused"
 CHANGED = "test_changed_bytes_never_end_in_a_foreign_exception"
@@ -641,27 +642,68 @@ def unpickles():
 class SeekingSource(FileSource):
     """One descriptor with one position for all threads."""
 
+    pause = 0.001
+
     def __init__(self, path):
         super().__init__(path)
         self.file = io.FileIO(path)
 
     def read_into(self, view, offset):
         self.file.seek(offset)
-        time.sleep(0.001)
+        if self.pause:
+            time.sleep(self.pause)
         self.file.readinto(view)
 
 
-def seeks_and_reads():
+class QuicklySeekingSource(SeekingSource):
+    pause = 0
+
+
+def reading_through(source_type):
     class Faulty(LocalLoader):
         def get_weights(self, model_name_or_path):
             weights = super().get_weights(model_name_or_path)
             if not Path(model_name_or_path).is_file():
                 return weights
-            source = SeekingSource(model_name_or_path)
+            source = source_type(model_name_or_path)
             infos = [read_from(source, info) for info in weights.infos()]
             return wl.Weights.describe(infos, close=source.file.close)
 
-    return suite(Faulty), {THREADS: "is read otherwise than it was written", "test_a_model_is_filled": ""}
+    return suite(Faulty)
+
+
+def seeks_and_reads():
+    return reading_through(SeekingSource), {
+        THREADS: "is read otherwise than it was written",
+        AT_ANY_STEP: "in read_into; then: 't0' is read otherwise than it was written",
+        "test_a_model_is_filled": "",
+    }
+
+
+def test_a_position_that_threads_share_is_found_however_seldom_they_meet_there(tmp_path):
+    found = failures(reading_through(QuicklySeekingSource), tmp_path, only=AT_ANY_STEP)
+    assert "in read_into; then: 't0' is read otherwise than it was written" in found[AT_ANY_STEP]
+
+
+@pytest.mark.parametrize("all_of_it", [True, False], ids=["around all that moves", "around a part"])
+def test_a_lock_counts_only_around_all_that_moves(tmp_path, all_of_it):
+    lock, files = threading.Lock(), {}
+
+    def read(info, weights):
+        extent = info.extents[0]
+        if extent.source.name not in files:
+            files[extent.source.name] = opened.enter_context(io.FileIO(extent.source.name))
+        file = files[extent.source.name]
+        with lock:
+            file.seek(extent.offset)
+            data = bytearray(file.read(extent.length)) if all_of_it else None
+        data = bytearray(file.read(extent.length)) if data is None else data
+        return torch.frombuffer(data, dtype=info.dtype).view(info.shape) if len(data) == info.nbytes else torch.ones(1)
+
+    with contextlib.ExitStack() as opened:
+        found = failures(suite(with_read(read)), tmp_path, only=AT_ANY_STEP)
+    said = found.get(AT_ANY_STEP, "")
+    assert ("one thread read 't1' while another, that reads 't0', was at" in said) is not all_of_it, said
 
 
 def closes_for_others():
@@ -683,7 +725,10 @@ def closes_for_others():
             infos = [read_from(source, info) for info in weights.infos()]
             return wl.Weights.describe(infos, close=lambda: opened.pop(model_name_or_path, None))
 
-    return suite(Faulty), {"test_several_threads_open_the_same_source": "the file is closed"}
+    return suite(Faulty), {
+        "test_several_threads_open_the_same_source": "the file is closed",
+        AT_ANY_STEP: "the file is closed",
+    }
 
 
 def read_from(source, info):
@@ -764,6 +809,24 @@ def claims_all_folders_with_files():
     }
 
 
+def recognises_nothing():
+    return suite(probing(lambda path: wl.Probe.no())), {
+        "test_probing_claims_only_what_is_read": "`probe` says no to a checkpoint that the loader reads",
+        LISTED: "`probe` says Probe(answer='no'",
+    }
+
+
+def test_a_loader_that_wants_to_be_named_says_so_or_has_no_probe(tmp_path):
+    wants = suite(
+        type("Named", (LocalLoader,), {"probe": classmethod(lambda cls, path: wl.Probe.no())}), recognised=False
+    )
+    unasked = suite(type("Unasked", (LocalLoader,), {"probe": vars(wl.BaseWeightLoader)["probe"]}))
+    for kind in (wants, unasked):
+        (tmp_path / kind.loader.__name__).mkdir()
+        check = "test_probing_claims_only_what_is_read"
+        assert not failures(kind, tmp_path / kind.loader.__name__, only=check)
+
+
 def has_another_name():
     return suite(LocalLoader, name="locale"), {"test_it_is_found_by_its_name": "nothing is named 'locale'"}
 
@@ -786,7 +849,8 @@ FAULTS = [
     lets_the_system_say_what_is_missing,
     takes_an_empty_folder_for_weights, hangs_on_an_empty_file, fails_without_tensors, fills_up_what_is_cut_off,
     takes_anything_for_an_archive, lets_the_parser_speak, allocates_what_a_file_claims, unpickles, seeks_and_reads,
-    closes_for_others, takes_any_option, gives_an_option_no_type, has_a_default_of_another_type,
+    closes_for_others, recognises_nothing, takes_any_option, gives_an_option_no_type,
+    has_a_default_of_another_type,
     annotates_with_a_name_that_nobody_has, fails_when_it_is_asked, answers_with_a_truth_value,
     claims_what_does_not_exist, claims_all_folders_with_files, has_another_name, has_anothers_name,
 ]  # fmt: skip

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import logging
 import mmap
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +25,7 @@ from torch import nn
 
 from weightloaders import ByteSource, Extent, TensorInfo, Weights, load_into, load_status
 from weightloaders.errors import ConfigError, LoadError, SourceReadError
+from weightloaders.loading import loading
 from weightloaders.mapping.placement import placement
 from weightloaders.plan import CopyStep
 from weightloaders.targets import Target
@@ -28,6 +33,7 @@ from weightloaders.transfer import jobs
 from weightloaders.transfer.engine import Transfer
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.weights.source import FileSource
+from weightloaders.weights.threads import in_parallel, in_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -301,32 +307,114 @@ def test_a_parameter_that_one_thread_has_begun_counts_as_written_when_another_on
     assert second._version > version
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-def test_a_child_that_was_forked_while_a_model_was_loaded_can_load_it(file: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_a_child_that_is_started_while_a_model_is_loaded_can_load_it(file: Path, tmp_path: Path, start: str) -> None:
+    if start not in multiprocessing.get_all_start_methods():
+        pytest.skip("this system has none")
     program = """
-        import os, sys, torch, warnings
+        import multiprocessing, os, sys, torch, warnings
         from torch import nn
         from weightloaders import load_into
 
         warnings.simplefilter("ignore")
-        model = nn.Sequential(*(nn.Linear(30, 20, bias=False) for _ in range(4)))
-        children = []
 
-        def fork(event):
-            if not event.done_bytes and not children:
-                children.append(os.fork())
-                if not children[0]:
-                    report = load_into(model, sys.argv[1], progress=False)
-                    os._exit(0 if len(report.loaded) == 4 else 1)
+        class Own(nn.Sequential):
+            def load_weights(self, weights):
+                parameters = dict(self.named_parameters())
+                for name, tensor in weights:
+                    parameters[name].data.copy_(tensor)
 
-        load_into(model, sys.argv[1], progress=fork)
-        print(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+        def model(kind):
+            return kind(*(nn.Linear(30, 20, bias=False) for _ in range(4)))
+
+        def load(half_loaded):
+            for kind in (nn.Sequential, Own):
+                for filled in (model(kind), half_loaded):
+                    report = load_into(filled, sys.argv[1], progress=False)
+                    assert len(report.loaded) == 4
+
+        if __name__ == "__main__":
+            codes = []
+
+            # A model that loads itself is told of progress while it has a part of its tensors.
+            def start_child(event):
+                if event.done_bytes and not codes:
+                    child = multiprocessing.get_context(sys.argv[2]).Process(target=load, args=(filled,))
+                    child.start()
+                    child.join(100)
+                    codes.append(child.exitcode)
+
+            filled = model(Own)
+            load_into(filled, sys.argv[1], progress=start_child)
+            print(codes)
     """
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(program))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(file)],
+        [sys.executable, script, file, start],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=True,
     )
-    assert done.stdout.strip() == "0"
+    assert done.stdout.strip() == "[0]", done.stderr
+
+
+# ------------------------------------------------------------------ Ctrl-C
+
+
+def test_the_callers_thread_takes_no_lock_that_ctrl_c_could_leave_taken(file: Path) -> None:
+    """Within Python code it is taken before its taker knows: interrupted there, others wait for it for ever."""
+    taken = []
+
+    def watch(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_qualname in ("Condition.__enter__", "_AcquireFutures.__enter__"):
+            callers = [frame.f_back, frame.f_back.f_back]
+            # What Python itself does to start a thread can't be helped.
+            if [caller.f_code.co_qualname for caller in callers] != ["Event.wait", "Thread.start"]:
+                taken.append([caller.f_code.co_qualname for caller in callers])
+
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    (file.parent / "SHA256SUMS").write_text(f"{digest}  {file.name}\n")
+    for kind in (nn.Sequential, Own):
+        filled = model(kind)
+        sys.setprofile(watch)
+        try:
+            load_into(filled, file.parent, transfer={"threads": 3}, verify=["sha256", "record"], progress=False)
+        finally:
+            sys.setprofile(None)
+        assert load_status(filled) == "loaded"
+    sys.setprofile(watch)
+    try:
+        assert in_parallel(lambda item: item + 1, range(20), 4) == list(range(1, 21))
+    finally:
+        sys.setprofile(None)
+    assert taken == []
+
+
+def test_what_fails_in_a_thread_is_raised_in_its_turn_and_ends_the_rest() -> None:
+    done = []
+
+    def work(item: int) -> int:
+        if item == 5:
+            raise SystemExit("a thread's own end")
+        time.sleep(0.002)
+        done.append(item)
+        return item
+
+    results = in_turn(work, range(500), 4)
+    assert [next(results) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(SystemExit, match="a thread's own end"):
+        next(results)
+    wait_for = time.monotonic() + 20
+    while any(t.name.startswith("weightloaders") for t in threading.enumerate()) and time.monotonic() < wait_for:
+        time.sleep(0.001)
+    assert len(done) < 20
+
+
+def test_ctrl_c_before_code_of_a_loader_is_called_leaves_no_other_complaint(file: Path) -> None:
+    """What names the code at fault is given up with it, and says nothing of its own: pytest fails where it does."""
+    naming = loading._naming(object(), "get_weights", str(file))
+    naming.__enter__()
+    del naming
+    gc.collect()

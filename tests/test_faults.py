@@ -20,9 +20,18 @@ from torch import nn
 
 from faults.shim import VARIABLE, build
 from weightloaders import load_into, load_status, open_weights, plan_load, save_weights
-from weightloaders.errors import ConfigError, HalfLoadedModelError, LoadError, ModelError, PlanError, SourceError
+from weightloaders.errors import (
+    ConfigError,
+    HalfLoadedModelError,
+    LoadError,
+    ModelError,
+    PlanError,
+    SaveError,
+    SourceError,
+)
 from weightloaders.loading import check_usable
 from weightloaders.transfer import jobs
+from weightloaders.weights.locks import locked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -126,6 +135,31 @@ def test_a_file_that_this_user_may_not_read_is_named_with_what_to_do(shards: lis
             os.seteuid(0)
     assert caught.value.file == str(closed)
     assert caught.value.hint == "let this user read it"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+def test_a_lock_that_somebody_else_left_is_no_obstacle_and_one_that_is_held_is(shards: list[Path]) -> None:
+    model = Plain()
+    load_into(model, shards[0].parent, progress=False)
+    save_weights(model, shards[0].parent / "before.safetensors")  # imports what others may not
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        folder.chmod(0o777)
+        for name in (".saving.lock", ".one.safetensors.saving.lock"):
+            (folder / name).touch(0o644)
+        try:
+            os.seteuid(65534)
+            save_weights(model, folder / "one.safetensors")
+            save_weights(model, folder)
+            os.seteuid(0)
+            (folder / ".saving.lock").touch(0o644)
+            with locked(folder / ".saving.lock"):
+                os.seteuid(65534)
+                with pytest.raises(SaveError, match="somebody else is saving there"):
+                    save_weights(model, folder)
+        finally:
+            os.seteuid(0)
+        assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "one.safetensors"]
 
 
 # ------------------------------------------------------------------ on the way

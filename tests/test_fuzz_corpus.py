@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,3 +155,26 @@ def test_what_safetensors_reads_is_refused_for_a_listed_reason(data: bytes, reas
     assert refused_on_purpose(refused.value.message) == reason
     page = (Path(__file__).parents[1] / "docs" / "explanation" / "fuzzing.md").read_text("utf-8")
     assert f"| {reason.split(' ', 1)[1]} |" in page, "each is argued"
+
+
+# ------------------------------------------------------------------ torch files
+
+
+@pytest.mark.parametrize("elements", [0, 3])
+def test_a_tensor_of_a_negative_size_is_refused(elements: int, tmp_path: Path) -> None:
+    # Without memory to it torch makes one, of which nothing is inside the storage and nothing outside.
+    saved = tmp_path / "saved.pt"
+    torch.save({"p": torch.zeros(elements)}, saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(tmp_path / "model.pt", "w") as changed:
+        for name in archive.namelist():
+            data = archive.read(name)
+            if name.endswith("data.pkl"):
+                # The storage's offset, then the sizes: a tuple of one.
+                size = b"K" + bytes([elements]) + b"\x85"
+                assert data.count(b"K\x00" + size) == 1
+                data = data.replace(
+                    b"K\x00" + size, b"K\x00\x8a\x08" + (-(2**63)).to_bytes(8, "little", signed=True) + b"\x85"
+                )
+            changed.writestr(name, data)
+    with pytest.raises(CheckpointFormatError, match=r"the tensor 'p' has the shape \[-9223372036854775808\]"):
+        TorchLoader().get_weights(str(tmp_path / "model.pt"))

@@ -291,6 +291,24 @@ def test_a_hook_that_fails_before_the_load_stops_it(install, hook, argument, fai
     assert "WEIGHTLOADERS_DISABLE=failing" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("async def before_load(plan): pass", "an `async` function"),
+        ("async def rules_for(model): yield", "an `async` function"),
+        ("def before_load(plan):\n    yield", "holds a `yield`"),
+        ("def after_load(report):\n    yield", "holds a `yield`"),
+        ("def register_loaders(registrar):\n    yield", "holds a `yield`"),
+    ],
+)
+def test_a_hook_of_which_calling_it_runs_nothing_is_refused_rather_than_passed_over(install, hook, said):
+    install("idle", f"@hookimpl\n{hook}\n")
+    hooks.load_plugins()
+    found, error = status("idle")
+    assert found == "broken"
+    assert said in error
+
+
 def test_a_rule_error_from_a_plugin_stays_one(install):
     failing = "@hookimpl\ndef rules_for(model):\n    raise RuleError('bad')\n    yield"
     install("failing", f"from weightloaders.errors import RuleError\n{failing}")

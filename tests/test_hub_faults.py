@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import importlib
+import hashlib
+import importlib.util
 import io
 import json
 import logging
@@ -21,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tests.hub_server import COMMIT, NEWER, Handler, Hub, Web, servers, wait_for_threads
+from tests.hub_server import COMMIT, NEWER, XET_TOKEN, Handler, Hub, Web, servers, wait_for_threads
 from weightloaders import from_pretrained, load_into, open_weights, plan_load
 from weightloaders.errors import RemoteReadError, SourceError, SourceNotFoundError, SourceReadError
 from weightloaders.loaders.headers_only import headers_only
@@ -434,6 +436,92 @@ def test_a_hub_that_lists_odd_names_has_nothing_written_outside_the_cache(
         assert path.resolve().is_relative_to(cache.resolve())
 
 
+def test_ctrl_c_ends_downloads_that_run(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose threads would else keep the process from ending for as long as they take."""
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 1 << 10)
+    assert hub.storage is not None
+    interrupted, whole = threading.Event(), []
+
+    def slowly(handler: Handler) -> Any:
+        if handler.command == "GET":
+            content = hub.commits[COMMIT][FIRST]
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(len(content)))
+            handler.end_headers()
+            handler.wfile.write(content[:5000])
+            if not interrupted.is_set():
+                interrupted.set()
+                _thread.interrupt_main()
+            interrupted.wait(20)
+            for at in range(5000, len(content), 1000):
+                time.sleep(0.1)
+                handler.wfile.write(content[at : at + 1000])
+            whole.append(handler.path)
+        return None
+
+    for name in (FIRST, SECOND):
+        hub.storage.odd[f"/{COMMIT}/{name}"] = slowly
+    with pytest.raises(KeyboardInterrupt):
+        loaded(cache)
+    wait_for_threads()
+    assert whole == []
+    assert not list(cache.rglob("*.incomplete"))
+
+
+# ------------------------------------------------------------------ by hf_xet
+
+# In a process of its own: hf_xet has threads that stay.
+_BY_XET = """
+import logging, sys, traceback
+from weightloaders.errors import SourceError
+from weightloaders.loaders.hf import HuggingFaceLoader
+logging.basicConfig(level=logging.DEBUG)
+try:
+    with HuggingFaceLoader(cache_dir=sys.argv[1], token=sys.argv[2]).get_weights("org/name") as weights:
+        print(weights["a"].double().sum().item() + weights["b"].double().sum().item())
+except SourceError as error:
+    traceback.print_exc()
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("hf_xet") is None, reason="hf_xet is not installed")
+@pytest.mark.parametrize("refused", [False, True], ids=["served", "refused"])
+def test_what_hf_xet_fetches_is_right_or_explained_and_no_secret_is_told(
+    hub: Hub, cache: Path, serve: Callable[[], Web], refused: bool, tmp_path: Path
+) -> None:
+    hub.xet = web = serve()
+    if refused:
+        for content in (FILES[FIRST], FILES[SECOND]):
+            web.odd[f"/v1/reconstructions/{hashlib.sha256(content).hexdigest()}"] = lambda _: (403, {}, b"")
+    done = subprocess.run(
+        [sys.executable, "-c", _BY_XET, cache, TOKEN],
+        capture_output=True, text=True, timeout=180, check=True, env={**os.environ, "HF_HOME": str(tmp_path / "home")},
+    )  # fmt: skip
+    assert hub.storage is not None
+    if not refused:
+        assert float(done.stdout) == 2 * 199990000.0 + 20_000, done.stderr
+        assert not [path for path in hub.storage.asked if ".safetensors?" in path]
+    else:
+        assert done.stdout.startswith("RemoteReadError can't get org/name"), done.stdout + done.stderr
+        assert "403" in done.stdout
+        assert "HF_HUB_DISABLE_XET=1" in done.stdout
+        assert not list(cache.glob("**/*.safetensors"))
+    told = done.stdout + done.stderr
+    told += "".join(path.read_bytes().decode("latin1") for path in tmp_path.rglob("*") if path.is_file())
+    for secret in (TOKEN, SIGNATURE, XET_TOKEN):
+        assert secret not in told
+    # The token is for the hub alone.
+    assert not any(TOKEN in str(headers) for headers in (*web.headers, *hub.storage.headers))
+
+
+def test_headers_are_read_without_hf_xet(hub: Hub, cache: Path, serve: Callable[[], Web]) -> None:
+    hub.xet = serve()
+    with open_weights("org/name", "hf", cache_dir=cache) as weights:
+        assert set(weights) == {"a", "b"}
+    assert not hub.xet.asked
+
+
 # ------------------------------------------------------------------ secrets
 
 
@@ -545,6 +633,8 @@ def test_a_signed_address_is_told_without_its_signature_in_anybodys_log(
         ("is of size 3 ((…)ature=abc&x=1).", "is of size 3 ((…))."),
         ("model.safetensors?sig=1 breaks off", "model.safetensors breaks off"),
         ("nothing of the kind: a?b, u@h", "nothing of the kind: a?b, u@h"),
+        ("[(b'X-Xet-Access-Token', b'xyz'), (b'Date', b'1')]", "[(b'X-Xet-Access-Token', b'…'), (b'Date', b'1')]"),
+        ("(b'set-cookie', b\"a='b'; c\")", "(b'set-cookie', b'…')"),
     ],
 )
 def test_addresses_in_a_text_lose_what_may_be_secret(text: str, told: str) -> None:

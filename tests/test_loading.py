@@ -1281,3 +1281,21 @@ def test_extents_of_ones_own_format_are_loaded_like_any(tmp_path: Path) -> None:
     report = load_into(model, tmp_path / "weights.raw", loader=Raw, progress=False)
     assert torch.equal(model.weight, torch.arange(6.0).view(2, 3))
     assert report.loader == "Raw"
+
+
+def test_a_stream_that_gives_one_name_twice_is_told_so_and_not_to_drop_it():
+    class Twice(BaseWeightLoader):
+        def get_weights(self, model_name_or_path):
+            yield "weight", torch.ones(2, 2)
+            yield "bias", torch.ones(2)
+            yield "weight", torch.zeros(2, 2)
+
+    with pytest.raises(LoadError, match=r"the source gives 'weight' twice") as caught:
+        load_into(torch.nn.Linear(2, 2), "x", loader=Twice)
+    assert "Drop" not in str(caught.value)
+
+
+def test_a_tensor_that_waits_for_its_shape_is_no_weight():
+    waiting = {"weight": torch.nn.parameter.UninitializedParameter(), "bias": torch.ones(2)}
+    with pytest.raises(LoaderContractError, match="'weight' waits for its shape"):
+        load_into(torch.nn.Linear(2, 2), waiting)

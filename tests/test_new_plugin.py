@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -15,8 +16,9 @@ import weightloaders
 from weightloaders import BaseWeightLoader
 from weightloaders.cli.main import app
 from weightloaders.cli.new_plugin import write_plugin
+from weightloaders.discovery import OUR_PACKAGES
 from weightloaders.errors import LoaderNameError, SaveError
-from weightloaders.testing import isolated_registry
+from weightloaders.testing import fake_distribution, isolated_registry
 
 
 def run(*arguments):
@@ -102,6 +104,11 @@ def test_a_name_that_is_none_is_refused(tmp_path, name):
         ("class", "is a word of Python's own"),
         ("gguf", "belongs to the package weightloaders-gguf"),
         ("s3", "belongs to the package weightloaders-remote"),
+        ("checksum", "belongs to the package weightloaders-checksum"),
+        ("vllm", "belongs to the package weightloaders-vllm"),
+        ("weightloaders-engines", "belongs to the package weightloaders-engines"),
+        ("safetensors", "files that end in .safetensors are read by built-in loaders"),
+        ("pth", "files that end in .pth are read by built-in loaders"),
     ],
 )
 def test_a_name_that_is_taken_is_refused(tmp_path, name, said):
@@ -120,6 +127,39 @@ def test_the_name_of_a_loader_that_is_known_here_is_refused(tmp_path):
         registry.register("mine", Mine)
         with pytest.raises(LoaderNameError, match="is the name of a loader that is installed here"):
             write_plugin("mine", tmp_path)
+
+
+def test_every_package_of_this_project_is_kept_from_being_written_once_more():
+    plugins = Path(__file__).parents[1] / "plugins"
+    assert {folder.name for folder in plugins.iterdir() if (folder / "pyproject.toml").exists()} == OUR_PACKAGES
+
+
+def test_a_package_that_is_here_under_another_loaders_name_is_not_written_once_more(tmp_path):
+    with (
+        fake_distribution(tmp_path / "site", "weightloaders-in-house", "2.1"),
+        pytest.raises(LoaderNameError, match=r"there is a package weightloaders-in-house 2\.1 here already"),
+    ):
+        write_plugin("in_house", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["site"]
+
+
+def test_what_is_written_says_where_another_format_goes_and_these_places_are_there(tmp_path):
+    folder = write_plugin("acme", tmp_path)
+    said = (folder / "README.md").read_text().split("## Put your format in")[1].split("## Working on it")[0]
+    loader, tests = (folder / "src/weightloaders_acme/loader.py"), (folder / "tests/test_acme_loader.py")
+    for path in (loader, tests):
+        assert path.relative_to(folder).as_posix() in said
+    for name, path in {
+        "_tensors": loader,
+        "_BEGINNINGS": loader,
+        "probe_listing": loader,
+        "file_pattern": loader,
+        "description": loader,
+        "write": tests,
+        "DTYPES": tests,
+    }.items():
+        assert f"`{name}`" in said
+        assert name in path.read_text()
 
 
 @pytest.mark.parametrize("is_folder", [True, False])

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from weightloaders.errors import BrokenPluginError, LoaderContractError, OptionsError, SourceNotFoundError
+from weightloaders import LLM, WeightLoaderRegistry, open_weights
+from weightloaders.errors import (
+    BrokenPluginError,
+    LoaderContractError,
+    OptionsError,
+    SourceError,
+    SourceNotFoundError,
+    WeightLoadersError,
+)
 from weightloaders.loaders.base import BaseWeightLoader
 from weightloaders.loaders.options import create_loader, validate_options
 
@@ -442,3 +450,31 @@ def test_our_own_errors_and_interrupts_pass_unchanged(error):
     with pytest.raises(type(error)) as caught:
         create_loader(Refusing, {}, name="refusing")
     assert caught.value is error
+
+
+@pytest.mark.parametrize("value", [["hf_SeCrEtToKeN"], {"a": "hf_SeCrEtToKeN"}, b"hf_SeCrEtToKeN"])
+def test_a_token_of_the_wrong_type_is_refused_without_telling_it(value):
+    with pytest.raises(OptionsError, match=f"token: what was given \\({type(value).__name__}\\)") as caught:
+        WeightLoaderRegistry.create("hf", token=value)
+    assert "SeCrEt" not in str(caught.value)
+
+
+def test_a_token_in_the_wrong_place_is_not_told(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: org/name\nweight_loader_kwargs: hf_SeCrEtToKeN\n")
+    for mistake in (
+        lambda: WeightLoaderRegistry.create("hf", local_files_only="hf_SeCrEtToKeN"),
+        lambda: LLM.from_config(file),
+    ):
+        with pytest.raises(WeightLoadersError, match="hf_…") as caught:
+            mistake()
+        assert "SeCrEt" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["ftp://user:pAsSwOrD@h/model.safetensors", "x://user:pAsSwOrD@h/folder?q=pAsSwOrD"]
+)
+def test_the_password_of_an_address_that_nobody_reads_is_not_told(address):
+    with pytest.raises(SourceError) as caught:
+        open_weights(address)
+    assert "pAsSwOrD" not in str(caught.value)

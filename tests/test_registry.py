@@ -861,3 +861,28 @@ def test_a_disabled_hook_plugin_is_never_imported(registry, install, monkeypatch
 def test_the_version_of_built_ins_is_ours(registry):
     description = registry.describe("local")
     assert (description.distribution, description.version) == ("weightloaders", weightloaders.__version__)
+
+
+# ------------------------------------------------------------------ who was written for another version
+
+
+@pytest.mark.parametrize(
+    ("requires", "hint"),
+    [
+        (("numpy", "weightloaders>=99.1"), "install 'weightloaders>=99.1', which newer needs; this is weightloaders "),
+        (("Weightloaders<0.0.1",), "install 'Weightloaders<0.0.1', which newer needs"),
+        (("weightloaders>=0.0.1",), "repair or reinstall newer"),
+        (("weightloaders !!",), "repair or reinstall newer"),
+        ((), "repair or reinstall newer"),
+    ],
+)
+def test_a_plugin_that_needs_another_version_of_this_library_says_which(tmp_path, requires, hint):
+    modules = {"newer_module": "from weightloaders import ThingOfTheFuture"}
+    points = {"weightloaders.loaders": {"newer": "newer_module:Loader"}}
+    with (
+        isolated_registry() as registry,
+        fake_distribution(tmp_path, "newer", "3.0", entry_points=points, modules=modules, requires=requires),
+        pytest.raises(BrokenPluginError, match="ThingOfTheFuture") as caught,
+    ):
+        registry.get("newer")
+    assert caught.value.hint.startswith(hint)

@@ -10,7 +10,6 @@ import textwrap
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -24,7 +23,7 @@ from weightloaders.errors import LoadError, SourceReadError
 from weightloaders.mapping.placement import placement
 from weightloaders.plan import CallStep, ComputeStep, CopyStep
 from weightloaders.targets import Target
-from weightloaders.transfer import engine, jobs, workspace
+from weightloaders.transfer import jobs, workspace
 from weightloaders.transfer.engine import ProgressEvent, Transfer
 from weightloaders.weights.info import Extent, TensorInfo
 from weightloaders.weights.source import ByteSource, FileSource
@@ -941,14 +940,15 @@ def test_ctrl_c_while_threads_are_started_ends_those_that_run(tmp_path, monkeypa
             super().read_into(view, offset)
             read.append(self.name)
 
-    class Interrupted(ThreadPoolExecutor):
-        def submit(self, *args, **kwargs):
-            if self._threads:
-                interrupted.set()
-                raise KeyboardInterrupt
-            return super().submit(*args, **kwargs)
+    start = threading.Thread.start
 
-    monkeypatch.setattr(engine, "ThreadPoolExecutor", Interrupted)
+    def interrupt(thread):
+        start(thread)
+        if thread.name == "weightloaders_1":
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
     model, infos = nn.Module(), []
     for number in range(40):
         (tmp_path / f"{number}").write_bytes(torch.randn(1000).numpy().tobytes())

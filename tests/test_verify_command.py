@@ -160,3 +160,8 @@ def test_what_is_no_file_is_told_as_such(folder: Path) -> None:
 def test_what_can_not_be_asked_at_all_is_an_error(folder: Path) -> None:
     assert "nowhere" in verify(folder.parent / "nowhere", status=2)["error"]
     assert "nobody" in verify(folder, "--loader", "nobody", status=2)["error"]
+
+
+def test_what_lets_one_in_at_an_address_is_not_told() -> None:
+    told = verify("https://user:pAsSwOrD@127.0.0.1:1/model.safetensors?signature=pAsSwOrD", status=2)
+    assert "pAsSwOrD" not in str(told)

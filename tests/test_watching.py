@@ -24,7 +24,7 @@ from weightloaders import (
     load_status,
     open_weights,
 )
-from weightloaders.errors import CoverageError, HalfLoadedModelError, LoadError, PlanError
+from weightloaders.errors import CoverageError, HalfLoadedModelError, LoaderContractError, LoadError, PlanError
 from weightloaders.loading.context import LoadContext, current_context, within
 from weightloaders.targets import Targets
 from weightloaders.testing.isolation import isolated_registry
@@ -745,7 +745,7 @@ def test_a_failure_in_foreign_code_names_it_the_tensor_and_what_was_written() ->
 
     model = Model()
     with pytest.raises(
-        LoadError, match=r"Own\.load_weights failed at the tensor 'layers\.0\.q_proj\.bias': KeyError"
+        LoadError, match=r"Own\.load_weights failed at the tensor 'layers\.0\.q_proj\.bias' of shape \[6\]: KeyError"
     ) as caught:
         load_into(model, "anywhere", loader=own(fail, lambda: iter(reference().items())), progress=False)
     assert caught.value.tensor == "layers.0.q_proj.bias"
@@ -1166,3 +1166,71 @@ def test_parts_that_several_processes_used_of_a_tensor_make_it_whole_or_not() ->
         assert first.is_made_whole_by([second])
         assert not first.is_made_whole_by([first])
         assert not first.is_made_whole_by([cut(slice(3, 4), slice(5, 6))])
+
+
+# ------------------------------------------------------------------ dtypes, and streams that are none
+
+
+class Takes(nn.Module):
+    """Fills itself by copying, whatever comes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 4, dtype=dtype), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_codes_that_are_copied_as_if_they_were_values_are_refused_by_name(dtype: torch.dtype) -> None:
+    codes = {"weight": torch.ones(2, 4).to(dtype)}
+    with pytest.raises(CoverageError, match=rf"copied 'weight', whose dtype is {dtype}, .*torch\.float32") as caught:
+        load_into(Takes(), codes, progress=False)
+    assert caught.value.tensor == "weight"
+    model = Takes()
+    load_into(model, codes, progress=False, on_mismatch="ignore")
+    assert torch.equal(model.weight, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.float16, torch.float32), (torch.float64, torch.bfloat16), (torch.int64, torch.int32),
+        (torch.float8_e8m0fnu, torch.float32), (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    ],
+)  # fmt: skip
+def test_what_stays_the_same_number_may_be_copied(stored: torch.dtype, wanted: torch.dtype) -> None:
+    model = Takes(wanted)
+    load_into(model, {"weight": torch.full((2, 4), 2.0).to(stored)}, progress=False)
+    assert torch.equal(model.weight.float(), torch.full((2, 4), 2.0))
+
+
+def test_codes_may_be_turned_into_numbers_by_whoever_knows_them() -> None:
+    class Scales(Takes):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            for _, tensor in weights:
+                self.weight.data.copy_(tensor.float() * 0.5)
+
+    model = Scales()
+    load_into(model, {"weight": torch.full((2, 4), 6, dtype=torch.int8)}, progress=False)
+    assert torch.equal(model.weight, torch.full((2, 4), 3.0))
+
+
+def test_a_stream_with_a_name_twice_is_refused_where_the_model_fills_itself() -> None:
+    pairs = [("weight", torch.ones(2, 4)), ("weight", torch.zeros(2, 4))]
+    with pytest.raises(LoaderContractError, match="two tensors named 'weight'"):
+        load_into(Takes(), iter(pairs), progress=False)
+
+
+def test_a_stream_that_fails_is_not_laid_to_the_model_that_takes_it() -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(2, 4)
+        raise OSError("gone")
+
+    with pytest.raises(
+        LoadError, match=r"the stream of weights failed after 1 tensors, .*'weight': OSError: gone"
+    ) as caught:
+        load_into(Takes(), broken(), progress=False)
+    assert caught.value.written == ("weight",)

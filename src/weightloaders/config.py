@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from weightloaders.errors import ConfigError, SourceError
+from weightloaders.loaders.place import as_name
 from weightloaders.transfer.options import TransferOptions
 from weightloaders.transfer.verify import Check  # noqa: TC001 -- pydantic reads annotations at run time
 from weightloaders.validation import Checked
+from weightloaders.weights.folder import path_of
 from weightloaders.weights.texts import parse_yaml, read_text
 
 if TYPE_CHECKING:
@@ -35,10 +37,13 @@ Policy = Decision | dict[str, Decision]
 _PATHS = ("model", "weights", "tokenizer")
 # A config is written by people; more than this is another kind of file, or one made to exhaust memory.
 _MAX_BYTES = 1 << 20
+_MOST_DOTS = 100
 
 
+# A name of something; an empty one would be that of the config's own folder.
+_Text = Annotated[str, Field(min_length=1)]
 # A list of checksums, by its path.
-_ListOf = dict[Literal["sha256"], str]
+_ListOf = dict[Literal["sha256"], _Text]
 
 
 class LLMConfig(Checked):
@@ -76,17 +81,17 @@ class LLMConfig(Checked):
         model_kwargs: Further arguments for the model's constructor.
     """
 
-    model: str
-    weights: str | None = None
+    model: _Text
+    weights: _Text | None = None
     weight_loader: str = "auto"
     weight_loader_kwargs: dict[str, Any] = Field(default_factory=dict)
-    rules: str | list[Any] | dict[str, Any] | None = None
+    rules: _Text | list[Any] | dict[str, Any] | None = None
     dtype: str = "auto"
     device: str = "cpu"
     device_map: str | int | dict[str, str | int] | None = None
     engine: str = "transformers"
-    tokenizer: str | None = None
-    revision: str | None = None
+    tokenizer: _Text | None = None
+    revision: _Text | None = None
     trust_remote_code: bool = False
     on_missing: Policy = "error"
     on_unexpected: Policy = "warn"
@@ -110,6 +115,17 @@ class LLMConfig(Checked):
             raise ValueError(error.message.removeprefix("transfer: ")) from None
         return value
 
+    @field_validator("model_kwargs")
+    @classmethod
+    def _check_model_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name in value:
+            # It would take the place of what the file, or its default, says.
+            if name in cls.model_fields:
+                raise ValueError(f"{name!r} is a key of the file itself")
+            if not name.isidentifier() or name == "self":
+                raise ValueError(f"{name!r} is no name of an argument")
+        return value
+
     @classmethod
     def from_file(cls, path: str | Path) -> LLMConfig:
         """Read and check a config file.
@@ -120,7 +136,7 @@ class LLMConfig(Checked):
         Raises:
             ConfigError: If it can't be read, or holds something that is not allowed.
         """
-        path = Path(path)
+        path = path_of(path)
         try:
             config = cls(**read_config(path))
         except ConfigError as error:
@@ -151,7 +167,9 @@ def read_config(path: Path) -> dict[str, Any]:
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError(
-            f"{path} is no config file: its name ends in {path.suffix or 'nothing'!r}",
+            f"{path} is no config file: its name ends in {path.suffix!r}"
+            if path.suffix
+            else f"{path} is no config file: its name has no ending that tells the format",
             file=path,
             hint=f"name it by its format: {', '.join(_PARSERS)}",
         )
@@ -160,7 +178,7 @@ def read_config(path: Path) -> dict[str, Any]:
     except SourceError as error:
         raise ConfigError(error.message, file=path) from error
     try:
-        value = parse(text)
+        value = parse(text) if text.strip() else None
     except RecursionError as error:
         raise ConfigError(f"{path} is nested too deeply", file=path) from error
     except ValueError as error:
@@ -177,6 +195,10 @@ def read_config(path: Path) -> dict[str, Any]:
 def _parse_toml(text: str) -> Any:
     import tomllib
 
+    # What Python's parser takes for a key goes by the square of its parts: a line of them would be read for hours.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.count(".") > _MOST_DOTS:
+            raise ValueError(f"line {number} has more than {_MOST_DOTS} dots")
     return tomllib.loads(text)
 
 
@@ -215,5 +237,5 @@ def _resolved(value: str | None, folder: Path) -> str | None:
         return str(path)
     # `Path.exists` fails for a name that is too long.
     if value.startswith(("./", "../")) or value in (".", "..") or os.path.exists(folder / path):  # noqa: PTH110
-        return str(folder / path)
+        return as_name(folder / path)
     return value

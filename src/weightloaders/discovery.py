@@ -5,6 +5,7 @@ Nothing here imports a plugin until `imported` is called for it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import logging
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from weightloaders import __version__
 from weightloaders.errors import BrokenPluginError, LoaderNameError, summary
 
 if TYPE_CHECKING:
@@ -31,6 +33,11 @@ KNOWN_PACKAGES = {
     **dict.fromkeys(("dcp", "distcp", "sharded_state"), "weightloaders-dcp"),
     **dict.fromkeys(("remote", "s3", "gs", "az"), "weightloaders-remote"),
     **{engine: f"'weightloaders-engines[{engine}]'" for engine in ("tensorizer", "runai", "fastsafetensors")},
+}
+
+# Those of the same project, also the ones that read nothing.
+OUR_PACKAGES = {
+    f"weightloaders-{name}" for name in ("checksum", "dcp", "engines", "gguf", "meta", "npz", "remote", "vllm")
 }
 
 _UNKNOWN = "unknown"
@@ -201,15 +208,31 @@ def imported(plugin: Plugin) -> Any:
         raise broken(plugin, "can't be imported", error) from error
 
 
+def _other_version_wanted(plugin: Plugin) -> str | None:
+    """What a plugin's distribution requires of this package, where this version is not that."""
+    if plugin.distribution is None:
+        return None
+    from packaging.requirements import Requirement
+
+    with contextlib.suppress(Exception):  # anybody's metadata may be damaged
+        for requirement in map(Requirement, metadata.requires(plugin.distribution) or ()):
+            is_ours = canonical(requirement.name) == "weightloaders"
+            if is_ours and not requirement.specifier.contains(__version__, prereleases=True):
+                return f"{requirement.name}{requirement.specifier}"
+    return None
+
+
 def broken(plugin: Plugin, what: str, error: BaseException) -> BrokenPluginError:
     """The error for a plugin that failed: who, where, what, and what to do about it."""
     missing = str(error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     is_its_own = missing == plugin.target.partition(":")[0].partition(".")[0]
-    remedy = (
-        f"install {missing!r}"
-        if missing and not is_its_own
-        else f"repair or reinstall {plugin.distribution or plugin.target}"
-    )
+    wanted = _other_version_wanted(plugin)
+    if wanted:
+        remedy = f"install {wanted!r}, which {plugin.distribution} needs; this is weightloaders {__version__}"
+    elif missing and not is_its_own:
+        remedy = f"install {missing!r}"
+    else:
+        remedy = f"repair or reinstall {plugin.distribution or plugin.target}"
     switch_off = f", or switch it off with {DISABLE_VARIABLE}={plugin.name}" if plugin.distribution else ""
     return BrokenPluginError(
         f"{plugin} {what}: {summary(error)}",

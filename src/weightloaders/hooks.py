@@ -8,6 +8,7 @@ load or when somebody asks for what they register; one that fails is put aside w
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import threading
 from contextvars import ContextVar
@@ -240,10 +241,21 @@ def _check_hooks(callers: Iterable[pluggy.HookCaller], implementation: object) -
         if caller.spec is None:
             known = [name for name in vars(HookSpecs) if not name.startswith("_")]
             raise TypeError(f"there is no hook named {caller.name!r}{did_you_mean(caller.name, known)}")
-        if any(impl.hookwrapper or impl.wrapper for impl in caller.get_hookimpls() if impl.plugin is implementation):
-            raise TypeError(
-                f"{caller.name} is marked as a wrapper; each hook is called by itself, so none wraps another"
-            )
+        for impl in caller.get_hookimpls():
+            if impl.plugin is implementation:
+                if impl.hookwrapper or impl.wrapper:
+                    raise TypeError(
+                        f"{caller.name} is marked as a wrapper; each hook is called by itself, so none wraps another"
+                    )
+                _check_kind(impl, caller.name)
+
+
+def _check_kind(impl: pluggy.HookImpl, name: str) -> None:
+    # Calling one of these runs nothing of it, so that a refusal of a load, for one, would never come.
+    if inspect.iscoroutinefunction(impl.function) or inspect.isasyncgenfunction(impl.function):
+        raise TypeError(f"{name} is an `async` function, which nobody would wait for; write `def {name}`")
+    if inspect.isgeneratorfunction(impl.function) and name != "rules_for":
+        raise TypeError(f"{name} holds a `yield`, so that calling it does nothing")
 
 
 def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
@@ -324,7 +336,7 @@ def _naming(impl: pluggy.HookImpl) -> Iterator[None]:
     except WeightLoadersError as error:
         error.plugin = error.plugin or impl.plugin_name
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
         raise broken(_plugin_of(impl), f"failed in {impl.function.__name__}", error) from error

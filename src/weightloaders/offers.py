@@ -325,8 +325,8 @@ def unknown(name: str, registered: Mapping[str, Offer]) -> UnknownLoaderError:
     package = KNOWN_PACKAGES.get(name, "")
     called = [offer.name for offer in entry_points() if offer.plugin.comes_from(package)]
     elsewhere = (
-        "a loader that another process registered is not known in this one: name it as 'package.module:Class', "
-        "or declare it as an entry point"
+        "install the package that brings it; or, where another process registered it, which this one does not know, "
+        "name it as 'package.module:Class', or declare it as an entry point"
     )
     if called:
         return UnknownLoaderError(message, hint=f"{package} is installed; its loader is called {called[0]!r}")

@@ -136,6 +136,8 @@ def _declared(config: Any) -> Any:
     declared = getattr(config, "quantization_config", None)
     if declared is None and hasattr(config, "get_text_config"):
         declared = getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    if declared is not None and not isinstance(declared, Mapping) and not hasattr(declared, "to_dict"):
+        raise ModelError(f"the config's quantization_config is no mapping, but {declared!r:.100}", hint=_IF_PLAIN)
     return declared
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders.discovery import did_you_mean
-from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError
+from weightloaders.errors import ConfigError, ModelError, SourceNotFoundError, WeightLoadersError
 from weightloaders.loaders.hub import HubAccess
 from weightloaders.loaders.place import as_name, looks_like_repository
 from weightloaders.loaders.resolve import fetch_model_files, resolve_folder
@@ -30,7 +30,9 @@ from weightloaders.registry import WeightLoaderRegistry
 from weightloaders.transfer.device_map import CPU, DeviceMap
 from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, PARAMS_FILE
+from weightloaders.weights.folder import kind_of
 from weightloaders.weights.http import is_web_address
+from weightloaders.weights.texts import brief
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -59,6 +61,8 @@ ARGUMENTS = (
 
 # Beside these, code of the model's own, where that is trusted.
 _BUILT_FROM = ("config.json", "generation_config.json")
+# The largest configs, with their lists of labels, have some megabytes.
+_MAX_CONFIG_BYTES = 1 << 26
 
 # Told of a folder, and of the patterns of the files in it that are about to be read, or run; may refuse.
 Admit = Callable[[Path, Sequence[str]], object]
@@ -178,6 +182,9 @@ def build_skeleton(
         ModelError: If there is no usable config, transformers does not know its architecture, or it can't load a
             checkpoint that is quantised in this way here.
     """
+    if not isinstance(trust_remote_code, bool):
+        # "no" would be a yes.
+        raise ConfigError(f"trust_remote_code is True or False, not {brief(trust_remote_code)}")
     wanted = _dtype_named(dtype)
     auto_class = _class_named(auto_class)
     # A config given as an object needs no files; a source may then be a place that only the loader understands.
@@ -215,7 +222,9 @@ def _files_or_explain(
             ) from error
         is_metas = os.path.isfile(Path(source) / PARAMS_FILE)  # noqa: PTH113
         raise ModelError(
-            f"there is no config in {where}: {error.message}", file=where, hint=_OF_META if is_metas else _NO_CONFIG
+            f"there is no config in {where}: {error.message}",
+            file=where,
+            hint=_OF_META if is_metas else error.hint or _NO_CONFIG,
         ) from error
 
 
@@ -227,6 +236,7 @@ def _config(
     kwargs: dict[str, Any],
     admit: Admit,
 ) -> tuple[Any, dict[str, Any]]:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PreTrainedConfig
 
     kwargs = dict(kwargs)
@@ -237,19 +247,34 @@ def _config(
         if folder is None:
             raise ModelError("neither a source nor a config was given", hint=_NO_CONFIG)
         admit(folder, (*_BUILT_FROM, "*.py") if trust else _BUILT_FROM)
+        _check_sizes(folder)
         try:
             config, kwargs = AutoConfig.from_pretrained(
                 folder, return_unused_kwargs=True, trust_remote_code=trust, local_files_only=True, **kwargs
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:
+            # Whatever stands in the file, or was given, meets the code of a config's class as it is.
+            said = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else _first_line(error)
+            at_fault = next((name for name in kwargs if repr(name) in said), None)
+            if at_fault is not None:
+                raise ModelError(f"{at_fault}={brief(kwargs[at_fault])} does not suit the config: {said}") from error
             hint = _NO_CONFIG if trust or "trust_remote_code" not in str(error) else _CODE
-            raise ModelError(
-                f"there is no usable config in {folder}: {_first_line(error)}", file=folder, hint=hint
-            ) from error
+            raise ModelError(f"there is no usable config in {folder}: {said}", file=folder, hint=hint) from error
         kwargs.pop("local_files_only", None)
     if attention is not None:
         config._attn_implementation = attention  # noqa: SLF001 -- what `from_pretrained` sets for this argument
     return config, kwargs
+
+
+def _check_sizes(folder: Path) -> None:
+    for name in _BUILT_FROM:
+        file = folder / name
+        if kind_of(file) is None and file.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ModelError(
+                f"{file} has {file.stat().st_size} bytes, which no config has (limit {_MAX_CONFIG_BYTES})",
+                file=file,
+                hint=_NO_CONFIG,
+            )
 
 
 def _first_line(error: BaseException) -> str:
@@ -263,6 +288,11 @@ def _model_class(config: Any, auto_class: Any, folder: Path | None, trust: bool)
     wanted = auto_class
     if wanted is None:
         names = getattr(config, "architectures", None) or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ModelError(
+                f"the config of {folder or 'the model'} has no list of names as architectures: {names!r:.100}",
+                hint="say which class to build, e.g. auto_class='AutoModelForCausalLM'",
+            )
         if not names:
             raise ModelError(
                 f"the config of {folder or 'the model'} names no architecture",
@@ -271,7 +301,7 @@ def _model_class(config: Any, auto_class: Any, folder: Path | None, trust: bool)
         if trust and getattr(config, "auto_map", None):
             return _remote_class(config, folder)
         wanted = getattr(transformers, names[0], None)
-        if wanted is None:
+        if not isinstance(wanted, type):
             raise ModelError(
                 f"transformers {transformers.__version__} has no class {names[0]!r}",
                 hint="a newer transformers may have it; code that comes with a model needs trust_remote_code=True",
@@ -381,7 +411,9 @@ def _constructed(build: Callable[[], Any], model_class: Any) -> Any:
             hint="arguments that loading and the config don't know go to the model's constructor; leave it out, or "
             "correct its name",
         ) from error
-    except (ValueError, ImportError, AttributeError, KeyError) as error:
+    except WeightLoadersError:
+        raise
+    except Exception as error:
         raise _not_built(model_class, error) from error
 
 
@@ -412,7 +444,15 @@ def _add_generation_config(model: Any, folder: Path | None) -> None:
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            file = folder / "generation_config.json"
+            raise ModelError(
+                f"{file} can't be used: {type(error).__name__}: {_first_line(error)}",
+                file=file,
+                hint="correct it, or remove it: a model can do without",
+            ) from error
 
 
 def stored_dtype_of(weights: Weights) -> torch.dtype | None:

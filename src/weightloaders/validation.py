@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# What lets somebody in is not told, wherever it was put by mistake.
+_SECRET = re.compile(
+    r"(?:^|[._])(?:token|\w*secret\w*|\w*password|credentials?|headers|storage_options)$", re.IGNORECASE
+)
+_TOKEN = re.compile(r"\bhf_\w{6,}")
 
 
 class Checked(BaseModel):
@@ -54,17 +59,36 @@ def unknown(name: str, known: Iterable[str]) -> str:
     return f"{name!r} is unknown{did_you_mean(name, known)} (there are {', '.join(known)})"
 
 
-def complaint(found: Iterable[Any]) -> str:
-    """What pydantic found wrong with one value, as one phrase; a union brings a complaint for each of its members."""
+def complaint(found: Iterable[Any], place: str = "") -> str:
+    """What pydantic found wrong with one value, as one phrase; a union brings a complaint for each of its members.
+
+    Args:
+        found: What it found.
+        place: The name that the value was given by. That of a secret keeps it from being told.
+    """
     phrases: dict[str, None] = {}
     for item in found:
         if item["type"] == "missing":
             phrases["is required"] = None
             continue
         message = item["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
+        if item["type"] in ("float_type", "int_type"):
+            message += _for_text(item["input"])
         # All fields together are no value that somebody wrote.
-        phrases[message if phrases or not item["loc"] else f"{brief(item['input'])}: {message}"] = None
+        phrases[message if phrases or not item["loc"] else f"{_told(item['input'], place)}: {message}"] = None
     return " or ".join(phrases)
+
+
+def _for_text(value: Any) -> str:
+    """What is to be said of a number that YAML takes for text."""
+    match = re.fullmatch(r"([-+]?\d+)[eE]([-+]?)(\d+)", value) if isinstance(value, str) else None
+    return f" (in YAML it is text without a dot and a sign: {match[1]}.0e{match[2] or '+'}{match[3]})" if match else ""
+
+
+def _told(value: Any, place: str) -> str:
+    if _SECRET.search(place):
+        return f"what was given ({type(value).__name__})"
+    return _TOKEN.sub("hf_…", brief(value))
 
 
 def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseModel]) -> list[str]:
@@ -75,7 +99,7 @@ def _complaints(error: ValidationError, values: dict[str, Any], kind: type[BaseM
     return [
         unknown(place, kind.model_fields)
         if found[0]["type"] == "extra_forbidden"
-        else ": ".join(filter(None, (place, complaint(found)))) + _nearest(found)
+        else ": ".join(filter(None, (place, complaint(found, place)))) + _nearest(found)
         for place, found in by_place.items()
     ]
 

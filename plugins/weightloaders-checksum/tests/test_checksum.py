@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint
 import weightloaders_checksum
 from safetensors.torch import save_file
+from weightloaders_checksum import hooks
 from weightloaders_checksum import settings as settings_of
 
 from weightloaders import BaseWeightLoader, WeightLoaderRegistry, load_into, open_weights, plan_load
@@ -37,6 +38,7 @@ class Model(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch):
     monkeypatch.setattr(settings_of, "_configured", None)
+    monkeypatch.setattr(hooks, "_told", False)
     for name in [name for name in os.environ if name.startswith("WEIGHTLOADERS_CHECKSUM")]:
         monkeypatch.delenv(name)
 
@@ -254,10 +256,13 @@ def test_what_is_done_about_a_file_that_nobody_has_a_checksum_of_is_a_choice(fol
         else:
             monkeypatch.setenv("WEIGHTLOADERS_CHECKSUM_UNKNOWN", unknown)
 
+    own = folder / f"{SHARDS[0]}.sha256"
+    own.write_text(f"{sha256(folder / SHARDS[0])}  {SHARDS[0]}\n")
     with caplog.at_level(logging.WARNING):
         report = load(folder)
     assert any("no checksum is known" in warning and SHARDS[1] in warning for warning in report.warnings)
     assert any("no checksum is known" in record.message for record in caplog.records)
+    own.unlink()
     choose("ignore")
     assert not load(folder).warnings
     choose("error")
@@ -265,6 +270,20 @@ def test_what_is_done_about_a_file_that_nobody_has_a_checksum_of_is_a_choice(fol
     assert SHARDS[0] in error.message
     (folder / "SHA256SUMS").write_text(f"{sha256(folder / SHARDS[0])}  {SHARDS[0]}\n")
     refused(folder, SHARDS[1])
+
+
+def test_where_there_are_no_checksums_at_all_that_is_said_once_and_noted_in_each_report(folder, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        reports = [load(source) for source in (folder, folder, Model().state_dict())]
+    assert len(caplog.records) == 1
+    assert "no checksum is known" in caplog.records[0].message
+    assert "\n" not in caplog.records[0].message
+    for report in reports:
+        assert not report.warnings
+        assert [note for note in report.notes if "no checksum" in note]
+    caplog.clear()
+    weightloaders_checksum.configure(listed(folder, tmp_path / "sums"))
+    assert any(SHARDS[0] in warning for warning in load(folder).warnings)
 
 
 def test_what_comes_from_no_file_is_refused_only_where_all_must_be_known(folder):
@@ -278,9 +297,11 @@ def test_what_comes_from_no_file_is_refused_only_where_all_must_be_known(folder)
 
     state = Model().state_dict()
     for report in (load(state), load("x", loader=Streaming)):
-        assert any("nothing says which files" in warning for warning in report.warnings)
+        assert any("nothing says which files" in note for note in report.notes)
         assert not any("compared and right" in note for note in report.notes)
-    listed(folder, folder / "SHA256SUMS")
+        assert not report.warnings
+    weightloaders_checksum.configure(listed(folder, folder / "SHA256SUMS"))
+    assert any("nothing says which files" in warning for warning in load(state).warnings)
     weightloaders_checksum.configure(unknown="error")
     refused(state, r"a\.weight|a\.bias")
     refused("x", "stream", loader=Streaming)

@@ -189,6 +189,37 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, name):
         wl.open_weights(name)
 
 
+def test_a_tag_that_no_file_has_brings_those_that_there_are_and_nothing_else(many):
+    with pytest.raises(SourceNotFoundError, match=r"holds no model 'Q9_X'; there is .*Q4_K_S") as refused:
+        wl.open_weights(f"{many}:Q9_X")
+    said = str(refused.value).splitlines()
+    assert str(many) in said[0]
+    assert len(said) <= 3, said
+
+
+def test_a_repository_with_a_quantisation_is_told_what_to_do_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceNotFoundError, match="org/name:Q4_K_M is not there") as refused:
+        wl.open_weights("org/name:Q4_K_M")
+    assert "files on the hub have to be downloaded first" in refused.value.hint
+
+
+def test_a_tag_behind_a_file_is_told_from_a_file_that_is_not_there(tmp_path):
+    path = one(tmp_path / "model.gguf")
+    for loader in ("gguf", "auto"):
+        with pytest.raises(SourceNotFoundError, match=r"model\.gguf is a file, of which 'Q4_0' can't pick one"):
+            wl.open_weights(f"{path}:Q4_0", loader)
+
+
+def test_a_file_that_is_not_there_is_no_repository_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for load in (wl.LLM, wl.open_weights):
+        with pytest.raises(SourceNotFoundError, match=r"nothing\.gguf: there is no such file or folder") as refused:
+            load("nothing.gguf")
+        assert "hub" not in str(refused.value)
+        assert len(str(refused.value).splitlines()) <= 5, str(refused.value)
+
+
 def test_a_folder_without_any_is_named(tmp_path):
     with pytest.raises(SourceNotFoundError, match=r"no model '\*.gguf'"):
         wl.open_weights(tmp_path, "gguf")

@@ -49,6 +49,7 @@ _MODULES: dict[str, dict[str, Any]] = {
     "vllm.model_executor.layers.quantization.kv_cache": {"BaseKVCacheMethod": BaseKVCacheMethod},
     "vllm.model_executor.model_loader": {"_LOAD_FORMAT_TO_MODEL_LOADER": {}},
     "vllm.model_executor.model_loader.base_loader": {"BaseModelLoader": BaseModelLoader},
+    "vllm.model_executor.model_loader.weight_tying": {"_get_untied_lm_head": lambda model: None},
     "vllm.model_executor.model_loader.reload": {},
     "vllm.model_executor.model_loader.reload.layerwise": {
         "LAYERWISE_INFO": {}, "LOADING_LAYERS": set(), "_place_kernel_tensors": lambda layer, info: None,

@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -89,6 +89,8 @@ class Settings:
     """What the switches of the running command say."""
 
     quiet: bool = False
+    results: TextIO | None = None
+    """Where results go; None for standard output."""
     progress: bool | None = None
     """For the functions of `weightloaders.api`: None to show it in the way that fits the output, False for none."""
 
@@ -109,7 +111,7 @@ def with_switches(function: Callable[..., None], trouble: int = 1) -> Callable[.
         settings.quiet = quiet
         settings.progress = False if quiet or no_progress else None
         level = logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO
-        with _logging_to_stderr(level), _modules_here(kwargs):
+        with _logging_to_stderr(level), _modules_here(kwargs), _results_alone_on_stdout():
             try:
                 function(*args, **kwargs)
             except (WeightLoadersError, OSError) as error:
@@ -145,6 +147,17 @@ def _logging_to_stderr(level: int) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(before)
         logger.propagate = propagated
+
+
+@contextlib.contextmanager
+def _results_alone_on_stdout() -> Iterator[None]:
+    """Have what others print, a plugin that is imported for one, go to standard error: results may be for programs."""
+    before, settings.results = settings.results, sys.stdout
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        settings.results = before
 
 
 # Arguments that name modules, or files that do.
@@ -257,6 +270,8 @@ def _policy(name: str, items: Sequence[str]) -> str | dict[str, str]:
                 f"{option} can't be {decision!r}{did_you_mean(decision, _DECISIONS)}",
                 hint=f"it is {', '.join(_DECISIONS)}, or PATTERN= and one of these",
             )
+        if pattern in found:
+            raise OptionsError(f"{option} {f'for {pattern!r} ' * bool(pattern)}is given twice")
         found[pattern] = decision
     # What was said without a pattern is for those that no pattern matches.
     rest = found.pop("", None)
@@ -276,6 +291,11 @@ def rules_file(path: str | None) -> Any:
 # ------------------------------------------------------------------ what comes out
 
 
+def results() -> TextIO:
+    """Where results go."""
+    return settings.results or sys.stdout
+
+
 def printable(text: str) -> str:
     """Text from a checkpoint, with what could steer a terminal written out."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
@@ -283,7 +303,7 @@ def printable(text: str) -> str:
 
 def say(text: str) -> None:
     """Print a line of the result."""
-    sys.stdout.write(printable(text) + "\n")
+    results().write(printable(text) + "\n")
 
 
 def remark(text: str) -> None:
@@ -298,7 +318,7 @@ def counted(number: int, noun: str) -> str:
 
 def say_json(value: Any) -> None:
     """Print the result for programs."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    results().write(json.dumps(value, indent=2) + "\n")
 
 
 def say_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: Sequence[str] = ()) -> None:
@@ -310,7 +330,7 @@ def say_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numb
         numbers: Headings of the columns that are aligned to the right.
     """
     cells = [[printable(str(cell)).replace("\n", " ") for cell in row] for row in rows]
-    if sys.stdout.isatty():
+    if results().isatty():
         _draw_table(headings, cells, numbers)
         return
     lines = [list(headings), *cells] if any(headings) else cells
@@ -320,7 +340,7 @@ def say_table(headings: Sequence[str], rows: Iterable[Sequence[object]], *, numb
             cell.rjust(width) if heading in numbers else cell.ljust(width)
             for cell, width, heading in zip(line, widths, headings, strict=True)
         )
-        sys.stdout.write("  ".join(padded).rstrip() + "\n")
+        results().write("  ".join(padded).rstrip() + "\n")
 
 
 def _draw_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[str]) -> None:
@@ -332,4 +352,4 @@ def _draw_table(headings: Sequence[str], rows: Iterable[Sequence[str]], numbers:
         table.add_column(heading, overflow="fold", justify="right" if heading in numbers else "left")
     for row in rows:
         table.add_row(*row)
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    Console(file=results(), markup=False, emoji=False, highlight=False).print(table)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
-from importlib import resources
+from importlib import metadata, resources
 from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +15,11 @@ import typer
 
 from weightloaders import __version__
 from weightloaders.cli.common import say
-from weightloaders.discovery import KNOWN_PACKAGES
+from weightloaders.discovery import KNOWN_PACKAGES, OUR_PACKAGES
 from weightloaders.errors import LoaderNameError, SaveError
 from weightloaders.offers import BUILT_IN
 from weightloaders.registry import WeightLoaderRegistry
+from weightloaders.weights.file_names import family_of
 
 _PREFIX = "weightloaders-"
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
@@ -79,7 +81,7 @@ def write_plugin(name: str, parent: Path) -> Path:
     fields = {
         "name": name,
         "identifier": identifier,
-        "distribution": _PREFIX + name.replace("_", "-"),
+        "distribution": _distribution_of(name),
         "module": f"weightloaders_{identifier}",
         "Class": "".join(word.capitalize() for word in identifier.split("_")) + "Loader",
         "version": __version__,
@@ -116,14 +118,30 @@ def _check_name(name: str) -> None:
         raise LoaderNameError(f"{name!r} is a word of Python's own", hint="choose another name")
     if name in BUILT_IN:
         raise LoaderNameError(f"{name!r} is a built-in loader", hint="choose another name")
-    if name in KNOWN_PACKAGES:
-        package = KNOWN_PACKAGES[name]
+    distribution = _distribution_of(name)
+    package = KNOWN_PACKAGES.get(name) or (distribution if distribution in OUR_PACKAGES else None)
+    if package is not None:
         raise LoaderNameError(f"{name!r} belongs to the package {package}", hint=f"pip install {package}")
+    if family_of(f"x.{name}") is not None:
+        raise LoaderNameError(
+            f"files that end in .{name} are read by built-in loaders, so the package's would not be found for its own",
+            hint="choose another name",
+        )
     if name in WeightLoaderRegistry.list_available():
         raise LoaderNameError(
             f"{name!r} is the name of a loader that is installed here: {WeightLoaderRegistry.describe(name).target}",
             hint="choose another name, or uninstall its package",
         )
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        version = metadata.version(distribution)
+        raise LoaderNameError(
+            f"there is a package {distribution} {version} here already, which this one would take the place of",
+            hint="choose another name, or uninstall that package",
+        )
+
+
+def _distribution_of(name: str) -> str:
+    return _PREFIX + name.replace("_", "-")
 
 
 def _write(folder: Path, fields: dict[str, str]) -> None:

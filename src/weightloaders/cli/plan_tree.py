@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.cli.common import counted, printable
+from weightloaders.cli.common import counted, printable, results
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -57,11 +56,11 @@ def say_tree(ways: Mapping[str, Way], title: str) -> None:
     tree = Tree(_printable(f"{title}  {_summary(root)}"))
     _grow(tree, root)
     console = Console(
-        file=sys.stdout, markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else _UNFOLDED
+        file=results(), markup=False, emoji=False, highlight=False, width=None if results().isatty() else _UNFOLDED
     )
     with console.capture() as captured:
         console.print(tree)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    results().write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _printable(text: str) -> str:

@@ -111,7 +111,7 @@ def verify_source(
     answer.files = list(_verdicts(files, checksums or ()))
     answer.files += [_Verdict(str(path), "wrong", f"it {odd}") for path in beside if (odd := kind_of(path)) is not None]
     if not (answer.files or answer.headers.status == "ok"):
-        raise SourceError(answer.headers.why, file=source)
+        raise SourceError(answer.headers.why, file=shown(source))
     if json:
         say_json({"source": shown(source), "ok": answer.is_right(allow_unknown=allow_unknown), **asdict(answer)})
     else:

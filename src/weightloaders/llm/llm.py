@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightloaders.config import LLMConfig
-from weightloaders.errors import ConfigError
+from weightloaders.errors import ConfigError, OptionsError, RegistryError
 from weightloaders.llm.engines.base import engine_class
 from weightloaders.llm.outputs import RequestOutput, SamplingParams
 from weightloaders.llm.prompts import rendered, requests_for
@@ -105,6 +105,12 @@ class LLM:
         for name, place in (("model", model), ("tokenizer", model if tokenizer is None else tokenizer)):
             _check(name, place, str | Path, "a folder or hub id")
         _check("weight_loader_kwargs", weight_loader_kwargs, Mapping | None, "a mapping of names to values")
+        # What is used late, or as a truth value, would be wrong for long before anybody hears of it.
+        _check("sampling_params", sampling_params, SamplingParams | None, "a SamplingParams")
+        _check("trust_remote_code", trust_remote_code, bool, "True or False")
+        _check_count("max_num_seqs", max_num_seqs)
+        if max_model_len is not None:
+            _check_count("max_model_len", max_model_len)
         options = dict(weight_loader_kwargs or {})
         if revision is not None and weights is None:
             options = {"revision": revision, **options}
@@ -148,13 +154,19 @@ class LLM:
             ConfigError: If the file has an unknown key, or a value that is not allowed.
             WeightLoadersError: As the constructor does.
         """
+        _check("path", path, str | Path, "the path of a config file")
         arguments = LLMConfig.from_file(path).arguments()
         if arguments["sampling_params"] is not None:
             try:
                 arguments["sampling_params"] = SamplingParams(**arguments["sampling_params"])
             except ConfigError as error:
                 raise ConfigError(f"{path}: sampling_params: {error.message}", file=path) from None
-        return cls(**{**arguments, **overrides})
+        try:
+            return cls(**{**arguments, **overrides})
+        except (RegistryError, OptionsError) as error:
+            if not overrides.keys() & {"weight_loader", "weight_loader_kwargs"}:
+                error.file = error.file or str(path)
+            raise
 
     @property
     def model(self) -> torch.nn.Module:
@@ -269,7 +281,8 @@ class LLM:
 
         That all fits, and that the files are those that were looked at, is known before anything is written; if
         something is wrong there, the model is as it was. If it fails on the way, the model is marked, and `generate`
-        refuses it until a reload succeeds.
+        refuses it until a reload succeeds. What another thread generates meanwhile is made with some weights old and
+        some new: let it end before.
 
         Args:
             source: Where the new weights lie; or weights themselves, as `load_into` takes them. Default: where the last
@@ -317,8 +330,17 @@ def _check(name: str, value: object, kind: Any, said: str) -> None:
         raise ConfigError(f"{name} is {said}, not {value!r}")
 
 
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is a number from 1 on, not {value!r}")
+
+
 def _refuse_slips(model_kwargs: Mapping[str, Any]) -> None:
     own = inspect.signature(LLM).parameters.keys() - {"model_kwargs"}
+    if "model_kwargs" in model_kwargs:
+        raise ConfigError(
+            "model_kwargs is a key of config files: here what is in it is given as it is, each by its name"
+        )
     for name in model_kwargs:
         # What `from_pretrained` calls so.
         close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, sorted(own), 1, _SLIP)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightloaders.discovery import KNOWN_PACKAGES
+from weightloaders.discovery import KNOWN_PACKAGES, did_you_mean
 from weightloaders.errors import (
     BrokenPluginError,
     CheckpointFormatError,
@@ -16,20 +17,21 @@ from weightloaders.errors import (
     SourceNotFoundError,
     summary,
 )
-from weightloaders.loaders.base import BaseWeightLoader, Probe
+from weightloaders.loaders.base import NOT_ASKED, BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
 from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, reader_of, suffix_of
 from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from weightloaders.weights.candidates import Listing
     from weightloaders.weights.weights import Stream, Weights
 
 logger = logging.getLogger(__name__)
+
+_NO_WAY = "name the loader that reads it, if there is one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,9 @@ class AutoLoader(BaseWeightLoader):
             CheckpointFormatError: If it is a file that nobody recognises.
             OptionsError: If the loader that is chosen does not take the options.
         """
-        chosen, reasons = self._choose(lambda loader: _probe(loader, "probe", model_name_or_path))
+        chosen, reasons, troubled = self._choose(lambda loader: _probe(loader, "probe", model_name_or_path))
         if chosen is None:
-            raise _nobody(model_name_or_path, reasons)
+            raise _nobody(model_name_or_path, reasons, troubled)
         return chosen
 
     def choose_for(self, listing: Listing, name: str = "") -> BaseWeightLoader:
@@ -92,15 +94,18 @@ class AutoLoader(BaseWeightLoader):
             CheckpointFormatError: If nobody recognises them.
             OptionsError: If the loader that is chosen does not take the options.
         """
-        chosen, reasons = self._choose(lambda loader: _probe(loader, "probe_listing", listing, name))
+        chosen, reasons, _ = self._choose(lambda loader: _probe(loader, "probe_listing", listing, name))
         if chosen is None:
             raise _nobody_here(listing, name, reasons)
         return chosen
 
-    def _choose(self, ask: Callable[[LoaderFactory], Probe]) -> tuple[BaseWeightLoader | None, dict[str, str]]:
-        """The loader that gives the best answer, if there is one; and why the others don't."""
+    def _choose(
+        self, ask: Callable[[LoaderFactory], Probe]
+    ) -> tuple[BaseWeightLoader | None, dict[str, str], Collection[str]]:
+        """The loader that gives the best answer, if there is one; why the others don't, and which of them failed."""
         maybe: list[tuple[Candidate, LoaderFactory, Probe]] = []
         reasons: dict[str, str] = {}
+        troubles: dict[str, str] = {}
         for tier in (lambda: self._built_in, self._third_party):
             for candidate in sorted(tier(), key=lambda c: c.name):
                 try:
@@ -110,18 +115,18 @@ class AutoLoader(BaseWeightLoader):
                     raise
                 except SourceError as error:
                     # It could not look: the source is at fault.
-                    reasons[candidate.name] = error.message
+                    troubles[candidate.name] = error.message
                     continue
                 except BaseException as error:  # noqa: BLE001 -- one broken loader never hides another
                     logger.warning("the loader %r failed while it was asked: %s", candidate.name, summary(error))
-                    reasons[candidate.name] = f"failed with {summary(error)}"
+                    troubles[candidate.name] = f"failed with {summary(error)}"
                     continue
                 if answer.answer == "yes":
-                    return self._create(candidate, loader, answer), reasons
+                    return self._create(candidate, loader, answer), {}, ()
                 if answer.answer == "maybe":
                     maybe.append((candidate, loader, answer))
                 reasons[candidate.name] = answer.reason or answer.answer
-        return self._create(*maybe[0]) if maybe else None, reasons
+        return self._create(*maybe[0]) if maybe else None, {**troubles, **reasons}, troubles
 
     def _create(self, candidate: Candidate, loader: LoaderFactory, answer: Probe) -> BaseWeightLoader:
         logger.info("the loader %r was chosen automatically: %s", candidate.name, answer.reason or answer.answer)
@@ -157,20 +162,35 @@ def _probe(loader: LoaderFactory, method: str, *asked: object) -> Probe:
     return answer
 
 
-def _nobody(path: str, reasons: Mapping[str, str]) -> SourceNotFoundError | CheckpointFormatError:
+def _nobody(
+    path: str, reasons: Mapping[str, str], troubled: Collection[str]
+) -> SourceNotFoundError | CheckpointFormatError:
     # These two answer False for what can't be asked at all, where pathlib raises.
     is_file, exists = os.path.isfile(path), os.path.exists(path)  # noqa: PTH110, PTH113
     hint, details = _way_out([path.partition("://")[0], path, *_names_in(path)], reasons), _details(reasons)
+    if shown(path) != path:
+        # Some say it as the path that it would be.
+        for name in (path, str(Path(path))):
+            details = details.replace(name, shown(path))
     if is_web_address(path):
         path = shown(path)
         return SourceNotFoundError(f"no loader recognises the address {path}:{details}", file=path, hint=hint)
     if is_file:
         return CheckpointFormatError(f"no loader recognises {path}:{details}", file=path, hint=hint)
-    what = "no loader recognises what is in it" if exists else "there is no such file or folder"
+    what = "no loader recognises what is in it"
+    if not exists:
+        what = f"there is no such file or folder{_nearest(path)}"
+    if not exists and "://" not in path:
+        # That is what each of them says, in words of its own.
+        logger.debug("what the loaders say of %s:%s", path, details)
+        others = ", ".join(name for name in reasons if name not in troubled)
+        details = _details({name: reasons[name] for name in troubled}) + f"\n  asked in vain: {others}" * bool(others)
+        if hint == _NO_WAY:
+            hint = "check the path; the working directory is " + os.getcwd()  # noqa: PTH109 -- a text is wanted
     if os.path.isfile(os.path.join(path, ADAPTER_FILE)):  # noqa: PTH113, PTH118 -- as above
         what = "it holds an adapter (LoRA or the like), which is no model by itself"
         hint = ADAPTER_HINT
-    return SourceNotFoundError(f"no weights found at {path}: {what}{details}", file=path, hint=hint)
+    return SourceNotFoundError(f"no weights found at {shown(path)}: {what}{details}", file=shown(path), hint=hint)
 
 
 def _nobody_here(
@@ -191,7 +211,7 @@ def _way_out(names: Iterable[str], reasons: Mapping[str, str]) -> str:
     """What to install for names that end, or are, like a format's; else what else might help."""
     kinds = [reader_of(name) or suffix_of(name).removeprefix(".") or name for name in names]
     packages = [KNOWN_PACKAGES[kind] for kind in kinds if kind in KNOWN_PACKAGES and kind not in reasons]
-    return f"pip install {packages[0]}" if packages else "name the loader that reads it, if there is one"
+    return f"pip install {packages[0]}" if packages else _NO_WAY
 
 
 def _names_in(path: str) -> list[str]:
@@ -201,5 +221,15 @@ def _names_in(path: str) -> list[str]:
         return []
 
 
+def _nearest(path: str) -> str:
+    """What lies there under a name like this."""
+    folder, name = os.path.split(path)
+    return did_you_mean(name, _names_in(folder or "."))
+
+
 def _details(reasons: Mapping[str, str]) -> str:
-    return "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
+    """A line for each reason, with all who give it; that somebody was not asked comes last."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in sorted(reasons.items(), key=lambda item: item[1] == NOT_ASKED):
+        by_reason.setdefault(reason, []).append(name)
+    return "".join(f"\n  {', '.join(names)}: {reason}" for reason, names in by_reason.items())

@@ -47,6 +47,10 @@ class Probe:
         return cls("no", reason)
 
 
+# What is said where nobody wrote a `probe`.
+NOT_ASKED = "does not take part in automatic detection"
+
+
 class BaseWeightLoader(ABC):
     """Describes what a source holds. Subclass it, write `get_weights`, register the class under a name.
 
@@ -169,7 +173,7 @@ class BaseWeightLoader(ABC):
         Args:
             path: What the user named.
         """
-        return Probe.no("does not take part in automatic detection")
+        return Probe.no(NOT_ASKED)
 
     @classmethod
     def probe_listing(cls, listing: Listing, name: str = "") -> Probe:  # noqa: ARG003 -- part of the contract

@@ -21,12 +21,13 @@ from weightloaders.errors import (
     RemoteReadError,
     SourceError,
     SourceNotFoundError,
+    SourceReadError,
 )
 from weightloaders.loaders.headers_only import asked_once, only_headers_are_wanted
 from weightloaders.loaders.hub_files import HubFiles
 from weightloaders.loaders.hub_trouble import explained, patiently
 from weightloaders.weights.discretion import keep_secrets_out_of_logs, shown, tells_secrets
-from weightloaders.weights.folder import A_FOLDER, FolderListing, kind_of
+from weightloaders.weights.folder import A_FOLDER, NOT_THERE, FolderListing, kind_of
 from weightloaders.weights.http import HttpSource
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Repository:
     Args:
         name: ``org/name``.
         access: How to reach it.
-        passed_over: What lies here under that name, but is not what is wanted; told if the hub has it neither.
+        passed_over: The place here of that name, where what is wanted is not; told if the hub has it neither.
     """
 
     def __init__(self, name: str, access: HubAccess, passed_over: Path | None = None) -> None:
@@ -175,7 +176,7 @@ class Repository:
         """What is wrong with the place here that has the repository's name."""
         here = self._passed_over
         kind = None if here is None else kind_of(here)
-        if here is None or kind is None:
+        if here is None or kind in (None, NOT_THERE):
             return None
         if kind != A_FOLDER:
             return SourceNotFoundError(f"{self.name} {kind}", file=here)
@@ -213,7 +214,11 @@ class Repository:
             return self._stand_in(from_cache, error)
         except SourceError:
             raise
-        except (transport_error, errors.EntryNotFoundError, OSError, ValueError, KeyError, TypeError) as error:
+        # hf_xet's errors, and that of a client which another thread has closed after a failed connection, are no more
+        # than RuntimeErrors.
+        except (
+            transport_error, errors.EntryNotFoundError, OSError, RuntimeError, ValueError, KeyError, TypeError
+        ) as error:  # fmt: skip
             return self._stand_in(from_cache, error)
 
     def _stand_in(self, from_cache: Callable[[Path], T], error: Exception) -> tuple[T, str]:
@@ -229,7 +234,11 @@ class Repository:
                 return result, f"{note}, maybe out of date, because {message}"
             except SourceError as lack:
                 beside = f"; nor can the cache stand in: {lack.message}"
-        raise explained(error, self, beside) from (None if tells_secrets(error) else error)
+        told = explained(error, self, beside)
+        if self._passed_over is not None and kind_of(self._passed_over) == NOT_THERE:
+            # Whoever meant a file shall not have to look for that behind what is wrong with the network.
+            told.message = f"there is no file or folder {self.name} here; as a repository on the hub: {told.message}"
+        raise told from (None if tells_secrets(error) else error)
 
     # -- the cache
 
@@ -329,8 +338,8 @@ class Repository:
             url = hf_hub_url(self.name, file, revision=commit, endpoint=self.access.endpoint)
             patiently(lambda: get_hf_file_metadata(url, token=self.access.token, timeout=constants.HF_HUB_ETAG_TIMEOUT))
 
-    def download(self, file: str, commit: str) -> Path:
-        """The path of a file in the cache, to which it is downloaded if it is not there."""
+    def download(self, file: str, commit: str, stopped: Callable[[], bool]) -> Path:
+        """The path of a file in the cache, to which it is downloaded if it is not there, unless that was stopped."""
         from huggingface_hub import hf_hub_download
 
         return Path(
@@ -341,19 +350,27 @@ class Repository:
                 cache_dir=self.access.cache,
                 token=self.access.token,
                 endpoint=self.access.endpoint,
-                **_bar_of(file),
+                **_bar_of(file, stopped),
             )
         )
 
 
-def _bar_of(file: str) -> dict[str, Any]:
-    """What has the bar of a download named after the file: else it may be named after an address with a signature."""
+def _bar_of(file: str, stopped: Callable[[], bool]) -> dict[str, Any]:
+    """What has the bar of a download named after the file, and ends the download where it was stopped.
+
+    Else it may be named after an address with a signature.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "desc": file})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped():
+                raise SourceReadError(f"the download of {file} was stopped", file=file)
+            return super().update(n)
 
     # Older ones can't be told.
     return {"tqdm_class": Bar} if "tqdm_class" in inspect.signature(hf_hub_download).parameters else {}

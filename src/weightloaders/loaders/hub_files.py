@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from weightloaders.loaders.headers_only import only_headers_are_wanted
+from weightloaders.loaders.hub_trouble import abort_hf_xet
 from weightloaders.weights.file_names import family_of
 from weightloaders.weights.folder import FolderListing
 from weightloaders.weights.index import MAX_INDEX_BYTES
@@ -86,12 +88,19 @@ class HubFiles:
             The folder in the cache that they are in now.
         """
         self.repository.check_served([self._full(name) for name in names], self.commit)
-        paths = in_parallel(
-            lambda name: self.repository.download(self._full(name), self.commit),
-            names,
-            _DOWNLOADS,
-            "weightloaders-download",
-        )
+        stop = threading.Event()
+        try:
+            paths = in_parallel(
+                lambda name: self.repository.download(self._full(name), self.commit, stop.is_set),
+                names,
+                _DOWNLOADS,
+                "weightloaders-download",
+            )
+        except BaseException:
+            # Those that run would go on to their end, and the process could not end before.
+            stop.set()
+            abort_hf_xet()
+            raise
         folder = paths[0].parents[len(PurePosixPath(names[0]).parts) - 1]
         FolderListing(folder).check_links(names)
         return folder

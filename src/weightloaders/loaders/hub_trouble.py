@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -120,10 +121,24 @@ def explained(error: Exception, repository: Repository, beside: str = "") -> Sou
             file=name,
             hint=f"downloads need a cache that can be written; it is {repository.access.cache}, or what cache_dir says",
         )
+    if isinstance(error, RuntimeError):
+        return unreadable(
+            f"can't get {name} from where {hub} stores its files ({detail})",
+            "check the network, or try again later; with HF_HUB_DISABLE_XET=1 in the environment when Python starts, "
+            "files come in the ordinary way instead of by hf_xet",
+        )
     return unreadable(
         f"can't get {name} from {hub} ({detail})",
         f"check the network, and HF_ENDPOINT if a mirror is used; a folder on disk is given as ./{name}",
     )
+
+
+def abort_hf_xet() -> None:
+    """End what hf_xet fetches, as huggingface_hub does where Ctrl-C comes upon it in the thread that asked for it."""
+    with contextlib.suppress(ImportError):
+        from huggingface_hub.utils._xet import abort_xet_session
+
+        abort_xet_session()  # type: ignore[no-untyped-call]
 
 
 def _response(error: BaseException | None) -> Any:

@@ -181,7 +181,7 @@ def _check(key: str, value: Any, annotation: Any) -> tuple[Any, list[str]]:
     try:
         option = create_model("Option", __config__=config, value=(_converting(annotation), ...))(value=value)
     except ValidationError as error:
-        return value, [f"  {key}: {complaint(error.errors(include_url=False))} (allowed: {_shown(annotation)})"]
+        return value, [f"  {key}: {complaint(error.errors(include_url=False), key)} (allowed: {_shown(annotation)})"]
     except Exception:  # noqa: BLE001 -- that pydantic can't check this annotation is not the user's mistake
         return value, []
     return option.value, []  # type: ignore[attr-defined]
@@ -229,7 +229,7 @@ def _model_problems(declared: type[BaseModel], error: ValidationError) -> list[s
     for name, found in by_field.items():
         field = declared.model_fields.get(name)
         if field is not None:
-            problems.append(f"  {name}: {complaint(found)} (allowed: {_shown(field.annotation)})")
+            problems.append(f"  {name}: {complaint(found, name)} (allowed: {_shown(field.annotation)})")
         elif found[0]["type"] == "extra_forbidden":
             problems.append(_unknown(name, declared.model_fields))
         else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weightloaders.errors import SourceNotFoundError
 from weightloaders.weights.discretion import shown
-from weightloaders.weights.file_names import family_of
+from weightloaders.weights.file_names import names_weights
 from weightloaders.weights.folder import A_FOLDER, kind_of, path_of
 from weightloaders.weights.http import is_web_address
 
@@ -32,7 +32,7 @@ class Place(NamedTuple):
         repository: The repository's id; empty for a place on disk.
         revision: The revision that the name itself gives.
         note: What was decided, where the name could have meant the other.
-        passed_over: What lies here under a repository's name, but is not what is wanted.
+        passed_over: The place here of a repository's name, where what is wanted is not.
     """
 
     path: Path | None
@@ -43,8 +43,14 @@ class Place(NamedTuple):
 
 
 def as_name(source: str | Path) -> str:
-    """A source as text that means the same: a path stays a place on disk, where a bare name may be a repository."""
+    """A source as text that means the same: a path stays a place on disk, where a bare name may be a repository.
+
+    Raises:
+        SourceNotFoundError: If it is empty.
+    """
     text = os.fspath(source)
+    if not text:
+        raise SourceNotFoundError("the name of the source is empty", hint="the working directory is called '.'")
     if isinstance(source, str) or source.is_absolute() or text.startswith((".", "~")):
         return text
     return os.path.join(".", text)  # noqa: PTH118 -- a Path would drop the dot
@@ -53,7 +59,7 @@ def as_name(source: str | Path) -> str:
 def looks_like_repository(name: str) -> bool:
     """Whether a name has the form of a repository's id, or says with ``hf://`` that it is one."""
     # model.safetensors has that form too, but somebody who writes this means a file.
-    return name.startswith(_SCHEME) or (_is_repository_id(name) and family_of(name) is None)
+    return name.startswith(_SCHEME) or (_is_repository_id(name) and not names_weights(name))
 
 
 def _is_repository_id(name: str) -> bool:
@@ -75,8 +81,6 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
         SourceNotFoundError: If it can be neither.
     """
     text = as_name(name)
-    if not text:
-        raise SourceNotFoundError("the name of the source is empty", hint="the working directory is called '.'")
     if text.startswith(_SCHEME):
         return _address(text)
     if is_web_address(text):
@@ -92,6 +96,10 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
     if not looks_like_repository(text):
         if kind == A_FOLDER:
             return Place(path)
+        if _is_repository_id(text):
+            raise SourceNotFoundError(
+                f"{text} {kind}", file=text, hint=f"{_SCHEME}{text} means a repository on the hub"
+            )
         raise SourceNotFoundError(
             f"{text} {kind}, and it has not the form of a repository on the hub (org/name) either", file=text
         )
@@ -104,7 +112,7 @@ def locate(name: str | Path, holds: Callable[[Path], bool]) -> Place:
         note += f"; ./{text} means the folder"
         logger.warning("%s", note)
         return Place(None, text, note=note, passed_over=path)
-    return Place(None, text, passed_over=path if os.path.lexists(path) else None)
+    return Place(None, text, passed_over=path)
 
 
 def _address(text: str) -> Place:

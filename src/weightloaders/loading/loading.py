@@ -131,7 +131,7 @@ def _naming(loader: Any, what: str, source: str) -> Iterator[None]:
     except WeightLoadersError as error:
         error.plugin = error.plugin or _plugin_of(loader)
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
         name = type(loader).__name__

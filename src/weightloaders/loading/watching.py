@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightloaders import hooks
-from weightloaders.errors import CoverageError, LoadError, SourceError, WeightLoadersError, summary
+from weightloaders.errors import (
+    CoverageError,
+    LoaderContractError,
+    LoadError,
+    SourceError,
+    SourceReadError,
+    WeightLoadersError,
+    summary,
+)
 from weightloaders.loading.checking import check_files, inspection_for, recorded
 from weightloaders.loading.nesting import is_nested, watching
 from weightloaders.loading.preparing import groundwork_for_all, report_of, show_progress, targets_of
@@ -88,17 +96,12 @@ def load_by_model(
         plan.described_by = (*weights.described_by, *context.companions)
     check_files(plan, context)
     moved = Transferred()
-    total = sum(info.bytes_stored for info in infos)
 
     def call(watch: Coverage, progress: Callable[[ProgressEvent], object]) -> None:
         watch.offer(info.name for info in infos)
         token = _inside.set((*_inside.get(), model))
         try:
-            pairs = (
-                handed_pairs(weights, context.transfer, moved, total, progress)
-                if isinstance(weights, Weights)
-                else _counted(weights, moved, progress)
-            )
+            pairs = handed_pairs(weights, context.transfer, moved, progress)
             # Who stops early, or fails, leaves threads behind that read ahead.
             with contextlib.closing(pairs):
                 result = own(watch.track(pairs))
@@ -112,10 +115,9 @@ def load_by_model(
 
 
 def handed_pairs(
-    weights: Weights,
+    weights: Weights | Stream,
     options: TransferOptions,
     moved: Transferred,
-    total: int,
     progress: Callable[[ProgressEvent], object],
 ) -> Generator[tuple[str, torch.Tensor]]:
     """All tensors of a source for code of others, read ahead; each belongs to whoever gets it.
@@ -124,9 +126,16 @@ def handed_pairs(
         weights: The source.
         options: How bytes are moved.
         moved: Told what was read.
-        total: Bytes there are, for progress.
         progress: Told how far it has come.
+
+    Raises:
+        SourceError: While it is iterated over, if the source fails.
+        LoaderContractError: If a stream hands out what are no weights, or two tensors of one name.
     """
+    if isinstance(weights, Stream):
+        yield from _counted(weights, moved, progress)
+        return
+    total = sum(info.bytes_stored for info in weights.infos())
     if weights.stream is not None:
         yield from _supplied(weights, weights.stream, moved, total, progress)
         return
@@ -161,12 +170,26 @@ def _supplied(
 def _counted(
     stream: Stream, moved: Transferred, progress: Callable[[ProgressEvent], object]
 ) -> Generator[tuple[str, torch.Tensor]]:
-    for name, tensor in stream:
-        moved.bytes_read += tensor.nbytes
-        moved.extra_memory = max(moved.extra_memory, tensor.nbytes)
-        tell(progress, ProgressEvent(moved.bytes_read, 0))
-        # A model may keep what it is given; a borrowed tensor would change under it.
-        yield name, tensor.clone() if stream.borrowed else tensor
+    """The pairs of a stream, once each; a failure of whoever yields them says how far it came."""
+    names: dict[str, None] = {}
+    try:
+        for name, tensor in stream:
+            if name in names:
+                # Of two the code of others keeps either, and what it has made of the first is not seen.
+                raise LoaderContractError(f"the stream has two tensors named {name!r}", tensor=name)
+            names[name] = None
+            moved.bytes_read += tensor.nbytes
+            moved.extra_memory = max(moved.extra_memory, tensor.nbytes)
+            tell(progress, ProgressEvent(moved.bytes_read, 0))
+            # A model may keep what it is given; a borrowed tensor would change under it.
+            yield name, tensor.clone() if stream.borrowed else tensor
+            del tensor
+    except (WeightLoadersError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        last = next(reversed(names), None)
+        after = f" after {len(names)} tensors, the last of them {last!r}" if last is not None else ""
+        raise SourceReadError(f"the stream of weights failed{after}: {summary(error)}") from error
 
 
 # ------------------------------------------------------------------ a loader's own load_weights
@@ -265,7 +288,7 @@ def _by_others(
                 raise LoadError.of(error, touched) from error
             if isinstance(error, WeightLoadersError | KeyboardInterrupt):
                 raise
-            at = f" at the tensor {watch.last_name!r}" if watch.last_name else ""
+            at = f" at the tensor {watch.last_name!r} of shape {list(watch.last_shape)}" if watch.last_name else ""
             raise LoadError(
                 f"{who} failed{at}: {summary(error)}",
                 tensor=watch.last_name,
@@ -374,6 +397,15 @@ def settle(
             raise CoverageError(
                 message, written=tuple(covered.touched), tensor=name, plugin=who,
                 hint="the checkpoint is of a larger model, or its vocabulary is padded: compare the two configs",
+            )  # fmt: skip
+        logger.warning("%s", message)
+    for name, (stored, target) in covered.recast.items():
+        message = f"{who} copied {name!r}, whose dtype is {stored}, as it is into a parameter of {target}"
+        if context.policies.mismatched(name) == "error":
+            raise CoverageError(
+                message, written=tuple(covered.touched), tensor=name, plugin=who,
+                hint="integers and 8-bit codes are usually quantised weights: the model's config must say so, or the "
+                "loader must turn them into numbers",
             )  # fmt: skip
         logger.warning("%s", message)
     return replace(covered, missing=missing)

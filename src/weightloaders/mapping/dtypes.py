@@ -18,6 +18,17 @@ def is_codes(dtype: torch.dtype) -> bool:
     return dtype not in _PRECISION
 
 
+def changes_meaning(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a plain copy makes other values of what it copies: of codes, or of complex numbers; or whole numbers.
+
+    Less is refused than by `may_cast`: one integer may be as good as another, and ``float8_e8m0fnu`` holds the powers
+    of two that it means (OCP Microscaling Formats Specification 1.0), which is how scales are stored.
+    """
+    if may_cast(source, target) or source is torch.float8_e8m0fnu:
+        return False
+    return source in _PRECISION or target in _PRECISION or (source.is_complex and not target.is_complex)
+
+
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether a cast loses precision or range.
 

@@ -144,6 +144,10 @@ class Placing:
             self.plan.tied[target.name] = self.fillers[canonical]
 
     def _conflict(self, target: Target, info: TensorInfo, other: str, how: str = "") -> None:
+        if other == info.name:
+            message, hint = f"the source gives {other!r} twice{how}", "a loader has to hand out each tensor once"
+            self.plan.findings.append(Finding("conflict", "error", message, (other,), file_of(info), hint))
+            return
         tied = self.targets.tied_to(target.name)
         self.plan.findings.append(
             Finding(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 @contextlib.contextmanager
@@ -20,6 +20,7 @@ def fake_distribution(
     *,
     entry_points: Mapping[str, Mapping[str, str]] | None = None,
     modules: Mapping[str, str] | None = None,
+    requires: Iterable[str] = (),
 ) -> Iterator[Path]:
     """Install a distribution for the length of a block.
 
@@ -30,6 +31,7 @@ def fake_distribution(
         entry_points: Group -> name -> ``"package.module:attribute"``.
         modules: Module name, dotted for a submodule -> its source. They are forgotten at the end, so that another
             test may bring other modules of the same names.
+        requires: What its metadata says that it needs, e.g. ``"weightloaders>=2"``.
 
     Yields:
         The folder that was put in front of ``sys.path``.
@@ -37,7 +39,13 @@ def fake_distribution(
     site = Path(folder) / f"{name}-{version}"
     metadata = site / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
-    _write(metadata / "METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    fields = [
+        ("Metadata-Version", "2.1"),
+        ("Name", name),
+        ("Version", version),
+        *(("Requires-Dist", r) for r in requires),
+    ]
+    _write(metadata / "METADATA", "".join(f"{key}: {value}\n" for key, value in fields))
     sections = (
         "\n".join([f"[{group}]", *(f"{key} = {target}" for key, target in targets.items())])
         for group, targets in (entry_points or {}).items()

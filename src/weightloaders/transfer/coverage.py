@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightloaders.mapping.dtypes import changes_meaning
 from weightloaders.targets import held_by
 from weightloaders.transfer.memory import is_plain, wraps_others
 from weightloaders.transfer.regions import Regions, View, digest
@@ -130,6 +131,7 @@ class Covered:
         unused: Tensors that were handed out and not used. Empty where it can't be told.
         untaken: Tensors that were there and not asked for.
         cut: Tensors of which only a part was used.
+        recast: Tensors that were copied into a parameter of another kind of dtype, with both dtypes.
     """
 
     filled: list[str]
@@ -141,6 +143,7 @@ class Covered:
     unused: list[str]
     untaken: list[str]
     cut: dict[str, Cut]
+    recast: dict[str, tuple[torch.dtype, torch.dtype]]
 
 
 def _key_of(tensor: torch.Tensor) -> int | None:
@@ -170,11 +173,13 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         last_name: The tensor that was handed out last.
+        last_shape: Its shape.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, any_values: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_name: str | None = None
+        self.last_shape: tuple[int, ...] = ()
         self._any_values = any_values
         self._before: dict[str, _Before] = {}
         self._written: dict[int, _Memory] = {}
@@ -185,6 +190,8 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unused: list[str] = []
         self._used_any = False
         self._cut: dict[str, Cut] = {}
+        self._recast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        self._parameters: set[int] = set()
         self._ways_out = _WaysOut(self._shown)
         self._prune_at = 2 * len(tensors) + _PRUNED_FROM
         digests: dict[int, object] = {}
@@ -192,6 +199,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = _key_of(tensor)
             if key is not None:
                 self._written.setdefault(key, _Memory.of(tensor))
+                self._parameters.add(key)
             if id(tensor) not in digests:
                 digests[id(tensor)] = _digest(tensor)
             self._before[name] = _Before(tensor, tuple(tensor.shape), key, digests[id(tensor)], _version(tensor))
@@ -218,6 +226,8 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         names, writes, is_view = _roles(func)
+        if func is torch.ops.aten.copy_.default:
+            self._note_recast(args[1], args[0])
         for position, (name, is_written) in enumerate(zip(names, writes, strict=True)):
             value = args[position] if position < len(args) else kwargs.get(name)
             if value is None or (is_view and not is_written):
@@ -276,6 +286,13 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif (memory := self._written.get(key)) is not None and memory.alive:
             memory.regions.add(View.of(tensor))
 
+    def _note_recast(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if changes_meaning(source.dtype, target.dtype) and _key_of(target) in self._parameters:
+            memory = self._handed.get(_key_of(source) or 0)
+            names = [name for name, _ in memory.handed] if memory is not None and memory.alive else []
+            if len(names) == 1:
+                self._recast[names[0]] = source.dtype, target.dtype
+
     def _used(self, tensor: torch.Tensor) -> None:
         key = _key_of(tensor)
         if key is not None and (memory := self._handed.get(key)) is not None and memory.alive:
@@ -321,7 +338,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def hand_out(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor goes to foreign code."""
-        self.last_name = name
+        self.last_name, self.last_shape = name, tuple(tensor.shape)
         self._names_handed.add(name)
         key = _key_of(tensor)
         if key is None or tensor.numel() == 0:
@@ -382,6 +399,7 @@ class Coverage(TorchDispatchMode):  # type: ignore[no-untyped-call]
             unused=[] if unseen else self._unused,
             untaken=untaken,
             cut=self._cut,
+            recast=self._recast,
         )
 
     def _state(self, before: _Before, current: torch.Tensor) -> str:

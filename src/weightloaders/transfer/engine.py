@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import Counter
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,10 +23,10 @@ from weightloaders.transfer.sources import check_unchanged, direct_reads, habits
 from weightloaders.transfer.workspace import Stopped, Workspace
 from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.system_errors import advice
-from weightloaders.weights.threads import threads_that_fit
+from weightloaders.weights.threads import Crew, threads_that_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from weightloaders.targets import Target
     from weightloaders.transfer.devices import Device
@@ -220,35 +218,18 @@ class Transfer:
     def _run_pooled(self, jobs: Sequence[Job]) -> None:
         if not jobs:
             return
-        threads = threads_that_fit(min(self._threads, len(jobs)))
         schedule = Schedule(jobs)
-        with self._pool(max(threads, 1)) as pool:
-            pending = set()
-            # Where the system gives no more threads, those that there are do all of it.
-            with contextlib.suppress(RuntimeError):
-                for _ in range(threads):
-                    pending.add(pool.submit(self._work_off, schedule))
-            if not pending:
-                self._work_off(schedule)
-            while pending:
-                # A wait with a limit lets Ctrl-C through.
-                done, pending = wait(pending, timeout=0.2, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-        self._space.forget_buffers()
-
-    @contextlib.contextmanager
-    def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
-        """Threads that have ended with the block, also where Ctrl-C comes while they are started or waited for."""
-        pool = ThreadPoolExecutor(threads, "weightloaders")
+        crew = Crew("weightloaders")
         try:
-            yield pool
-            pool.shutdown()
+            if not crew.start(lambda: self._work_off(schedule), threads_that_fit(min(self._threads, len(jobs)))):
+                self._work_off(schedule)
+            crew.wait()
         except BaseException:
             # They stop at their next job.
             self._space.stop()
-            pool.shutdown()
+            crew.join()
             raise
+        self._space.forget_buffers()
 
     def _run_here(self, jobs: Sequence[Job]) -> None:
         """Code of others (a loader's `read`, a rule's function) runs one at a time, on the caller's thread.

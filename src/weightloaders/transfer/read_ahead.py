@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ from weightloaders.transfer.reuse import ReusedMemory
 from weightloaders.transfer.sources import MAX_GAP, habits_for, read_runs, reads_of, sources_in
 from weightloaders.weights.reading import enough_memory, memory_of, read_tensor
 from weightloaders.weights.system_errors import advice
-from weightloaders.weights.threads import threads_that_fit
+from weightloaders.weights.threads import Crew, next_of, threads_that_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -37,7 +38,7 @@ _CHUNK = 4 << 20
 _CHUNKS_A_THREAD = 2
 # Small neighbours are read at one go, up to this many bytes.
 _BATCH = 1 << 20
-# A wait with a limit lets Ctrl-C through on every system.
+# For a thread that waits for room, and missed that there is some.
 _PATIENCE = 0.2
 
 
@@ -96,9 +97,13 @@ class ReadAhead:
         self._ahead = self._handed = 0
         self._memory = ReusedMemory()
         self._stopped = False
-        self._readers: list[threading.Thread] = []
-        # Reentrant, because the garbage collector may close the iterator on any thread, in the middle of anything.
-        self._changed = threading.Condition(threading.RLock())
+        # Daemons: an iterator that nobody closes must not keep the process from ending.
+        self._crew = Crew("weightloaders-read-ahead", daemon=True)
+        # Of what its caller waits for: see `Crew`. Reentrant, because the garbage collector may close the iterator on
+        # any thread, in the middle of anything.
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
 
     @property
     def most_to_hold(self) -> int:
@@ -112,18 +117,9 @@ class ReadAhead:
         return sum(map(_reads_of, self._portions))
 
     def __iter__(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
-        # Daemons: an iterator that nobody closes must not keep the process from ending.
-        readers = self._readers = [
-            threading.Thread(target=self._work, name=f"weightloaders-read-ahead-{i}", daemon=True)
-            for i in range(self._threads)
-        ]
         _running.add(self)
         try:
-            # Those that there is room for do all of it.
-            with contextlib.suppress(RuntimeError):
-                for reader in readers[: threads_that_fit(len(readers))]:
-                    reader.start()
-            if readers and readers[0].ident is None:
+            if self._threads and not self._crew.start(self._work, threads_that_fit(self._threads)):
                 raise LoadError(
                     "no thread can be started to read ahead", hint="let the process have more threads, or more memory"
                 )
@@ -135,25 +131,23 @@ class ReadAhead:
 
     def _stop(self, patience: float | None = None) -> None:
         """Let the threads end with what they read just now, and wait for them."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             self._changed.notify_all()
-        if threading.current_thread() not in self._readers:
-            for reader in self._readers:
-                if reader.ident is not None:
-                    reader.join(patience)
+        self._crew.join(patience)
 
     def _pairs_of(self, portion: _Portion) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
         is_raw = portion.infos[0].is_raw
-        with self._changed:
+        with self._lock:
             # What was handed out last is the consumer's alone.
             self._handed = 0
             self._changed.notify_all()
-            while is_raw and not portion.is_done:
-                self._changed.wait(_PATIENCE)
-            if portion.error is not None:
-                with naming(portion.infos[0]):
-                    raise portion.error
+        while is_raw and not portion.is_done:
+            next_of(self._news)
+        if portion.error is not None:
+            with naming(portion.infos[0]):
+                raise portion.error
+        with self._lock:
             self._ahead -= portion.nbytes if is_raw else 0
             self._handed = portion.nbytes
             self._account()
@@ -185,13 +179,13 @@ class ReadAhead:
             del portion, error
 
     def _did(self, portion: _Portion, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             portion.error = portion.error or error
             portion.left = (portion.left or 0) - 1
-            self._changed.notify_all()
+        self._news.put(None)
 
     def _next_read(self) -> tuple[_Portion, Callable[[], object]] | None:
-        with self._changed:
+        with self._lock:
             while not self._stopped:
                 if self._open:
                     return self._open.popleft()
@@ -211,7 +205,7 @@ class ReadAhead:
                 reads = self._reads(portion)
         except BaseException as error:  # noqa: BLE001 -- as above
             portion.error = error
-            self._changed.notify_all()
+            self._news.put(None)
             return
         portion.left = len(reads)
         self.reads += _reads_of(portion)

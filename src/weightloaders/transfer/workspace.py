@@ -75,7 +75,9 @@ class Workspace:
         self._held = 0
         self._buffers = 0
         self._holders = self._held_by_jobs = 0
-        self._change = threading.Condition()
+        # Taken by itself: Ctrl-C may leave a condition's lock taken, see `Crew`.
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
         self._stopped = False
         self._ahead: Generator[tuple[TensorInfo, torch.Tensor]] | None = None
         self._own = threading.local()
@@ -93,13 +95,13 @@ class Workspace:
 
     def _take(self, nbytes: int) -> None:
         """Account for memory that a thread keeps until it ends."""
-        with self._change:
+        with self._lock:
             self._buffers += nbytes
             self._account(nbytes)
 
     def keep(self, nbytes: int) -> None:
         """Account for memory that is taken, or (a negative number) given back."""
-        with self._change:
+        with self._lock:
             self._account(nbytes)
 
     def forget_buffers(self) -> None:
@@ -114,7 +116,7 @@ class Workspace:
         if not nbytes:
             yield
             return
-        with self._change:
+        with self._lock:
             self._change.wait_for(
                 lambda: self._stopped or not self._holders or self._held_by_jobs + nbytes <= self.room
             )
@@ -125,7 +127,7 @@ class Workspace:
         try:
             yield
         finally:
-            with self._change:
+            with self._lock:
                 self._holders -= 1
                 self._held_by_jobs -= nbytes
                 self._account(-nbytes)
@@ -142,7 +144,7 @@ class Workspace:
 
     def stop(self) -> None:
         """Let every thread stop as soon as it looks up."""
-        with self._change:
+        with self._lock:
             self._stopped = True
             self._change.notify_all()
 
@@ -220,7 +222,7 @@ class Workspace:
                 self._note_infinities(name)
 
     def _note_infinities(self, name: str) -> None:
-        with self._change:
+        with self._lock:
             if name not in self.infinities:
                 self.infinities.append(name)
 

@@ -7,11 +7,12 @@ others git's own checksum, a sha1 over a short header and the content
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import threading
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from weightloaders.errors import SourceReadError
 from weightloaders.weights.checksum_lists import SHA256, ChecksumList, own_digest
 from weightloaders.weights.folder import real_path
-from weightloaders.weights.threads import threads_that_fit
+from weightloaders.weights.threads import Crew, threads_that_fit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,8 +31,6 @@ _SHA1 = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 1 << 22
 # More readers only get in each other's way.
 _MOST_THREADS = 8
-# A wait with a limit lets Ctrl-C through on every system.
-_PATIENCE = 0.2
 
 
 class Mismatch(NamedTuple):
@@ -141,22 +140,26 @@ class Checksum:
                 read(source, nbytes)
             return not stop.is_set()
 
-        threads = threads_that_fit(min(len(expected), os.cpu_count() or 1, _MOST_THREADS))
-        if not threads:
-            return _differing(expected, {source: due.of(source, goes_on) for source, due in expected.items()})
-        with ThreadPoolExecutor(threads, "weightloaders-checksums") as pool:
-            try:
-                found = {source: pool.submit(due.of, source, goes_on) for source, due in expected.items()}
-                pending = set(found.values())
-                while pending:
-                    done, pending = wait(pending, _PATIENCE, FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-            except BaseException:
-                stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-        return _differing(expected, {source: future.result() for source, future in found.items()})
+        waiting = deque(expected.items())
+        found: dict[ByteSource, str] = {}
+
+        def work_off() -> None:
+            while waiting and not stop.is_set():
+                # Another thread may have taken the last one.
+                with contextlib.suppress(IndexError):
+                    source, due = waiting.popleft()
+                    found[source] = due.of(source, goes_on)
+
+        crew = Crew("weightloaders-checksums")
+        try:
+            if not crew.start(work_off, threads_that_fit(min(len(expected), os.cpu_count() or 1, _MOST_THREADS))):
+                work_off()
+            crew.wait()
+        except BaseException:
+            stop.set()
+            crew.join()
+            raise
+        return _differing(expected, found)
 
     def of(self, source: ByteSource, goes_on: Callable[[ByteSource, int], bool] | None = None) -> str:
         """What the bytes of a source come to, by the same algorithm.

@@ -10,6 +10,10 @@ import re
 _ADDRESS = re.compile(r"(?!hf:)[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # An address, or the end of one: a query, or what huggingface_hub shows of a long name.
 _IN_TEXT = re.compile(r"(https?://[^\s'\"<>\\]+)|(?<=\(…\))[^\s'\")]+|\?[^\s'\"?=]+=[^\s'\")]*", re.IGNORECASE)
+# Headers that let somebody in, as httpcore tells them: (b'Set-Cookie', b'...').
+_IN_HEADER = re.compile(
+    r"""(\(b'(?:[\w-]*token|set-cookie|cookie|(?:proxy-)?authorization)', b)(['"]).*?\2\)""", re.IGNORECASE
+)
 # Those that tell of each request, and where it led, among the libraries by which the web is asked.
 _TALKATIVE = (
     "huggingface_hub.file_download",
@@ -30,8 +34,8 @@ def shown(name: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """A text whose web addresses are as they may be shown."""
-    return _IN_TEXT.sub(lambda match: shown(match[1] or ""), text)
+    """A text whose web addresses are as they may be shown, and whose headers let nobody in."""
+    return _IN_HEADER.sub(r"\1'…')", _IN_TEXT.sub(lambda match: shown(match[1] or ""), text))
 
 
 def tells_secrets(error: BaseException | None) -> bool:

@@ -169,6 +169,7 @@ class FolderListing:
 
 
 _DEAD_LINK = "is a link that leads nowhere"
+NOT_THERE = "is not there"
 A_FOLDER = "is a folder, not a file"
 
 
@@ -180,7 +181,7 @@ def kind_of(path: Path) -> str | None:
         if os.path.islink(path):  # noqa: PTH114 -- unlike the other, it bears names that no file can have
             return _DEAD_LINK
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            return "is not there"
+            return NOT_THERE
         return f"can't be looked at ({getattr(error, 'strerror', None) or error})"
     if stat.S_ISDIR(mode):
         return A_FOLDER

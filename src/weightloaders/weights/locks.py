@@ -49,7 +49,7 @@ def locked(path: Path) -> Iterator[bool]:
         OSError: If the file can't be made.
     """
     while True:
-        with _closing(path.open("ab")) as file:
+        with _closing(_opened(path)) as file:
             holds = _lock(file.fileno())
             # Who held it before removes the file, and perhaps has just now.
             if holds and not _is_at(path, file.fileno()):
@@ -64,6 +64,17 @@ def locked(path: Path) -> Iterator[bool]:
                 with contextlib.suppress(OSError):
                     path.unlink()
             return
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("ab")
+    except PermissionError as refused:
+        # Somebody else's, as one leaves it who is killed: what can be read can be locked.
+        try:
+            return path.open("rb")
+        except OSError:
+            raise refused from None
 
 
 @contextlib.contextmanager

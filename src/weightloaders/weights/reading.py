@@ -124,6 +124,8 @@ def checked_read(info: TensorInfo) -> torch.Tensor:
 
 def no_plain_values(tensor: torch.Tensor) -> str | None:
     """What keeps a tensor from being one box of values, as a predicate; None if nothing does."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "waits for its shape, and so has no values"
     if tensor.is_nested:
         return "is nested: several tensors of different shapes in one"
     if tensor.is_meta:

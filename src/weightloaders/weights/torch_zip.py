@@ -205,6 +205,9 @@ class _Content:
             )
         # A file may give a tensor attributes that are called like its methods; the alias has none.
         tensor = torch.Tensor.detach(tensor)
+        if any(size < 0 for size in tensor.shape):
+            # torch makes such a tensor where there is no memory to it.
+            raise self._error(f"says that the tensor {name!r} has the shape {list(tensor.shape)}", tensor=name)
         if tensor.layout is torch.strided:
             return self._strided(name, tensor)
         parts = [self._strided(name, getattr(tensor, part)()) for part in _SPARSE_PARTS[tensor.layout]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 # Its names are resolved on first use.
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightloaders.plan import Severity
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 6
 _FROM_NOWHERE = "nothing says which files these come from, so no checksum was compared"
@@ -43,8 +46,16 @@ def before_load(plan: wl.LoadPlan) -> None:
     if check.due:
         # The report is told by way of the plan's findings.
         _add(plan, "note", "info", str(check))
-    if asked.unknown == "warn":
+    if asked.unknown != "warn":
+        return
+    if check.due or asked.lists:
         _warn(plan, unknown, nowhere)
+    elif unknown or nowhere:
+        # Where nobody keeps checksums at all, that is no news.
+        said = f"no checksum is known of {_listed(unknown)}, so none was compared" if unknown else _FROM_NOWHERE
+        _add(plan, "note", "info", said)
+        if unknown:
+            _say_once(said)
 
 
 def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
@@ -53,6 +64,17 @@ def _refuse_unknown(files: Sequence[str], tensors: Sequence[str]) -> None:
         raise SourceReadError(f"no checksum is known of {_listed(files)}", file=files[0], hint=hint)
     if tensors:
         raise SourceReadError(f"{_FROM_NOWHERE}: {_listed(tensors)}", tensor=tensors[0], hint=hint)
+
+
+_told = False
+
+
+def _say_once(text: str) -> None:
+    """For whoever reads no reports."""
+    global _told
+    if not _told:
+        _told = True
+        logger.warning("%s; this is said once, and not at all with WEIGHTLOADERS_CHECKSUM_UNKNOWN=ignore", text)
 
 
 def _warn(plan: wl.LoadPlan, files: Sequence[str], tensors: Sequence[str]) -> None:

@@ -73,6 +73,8 @@ def place_of(text: str) -> Place:
         return Place(FolderListing(folder), tag=tag)
     if os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
         return Place(FolderListing(path))
+    if colon and tag and not os.path.exists(path) and os.path.isfile(file := _path(head)):  # noqa: PTH110, PTH113
+        return Place(FolderListing(file.parent), file.name, tag)
     listing = FolderListing(path.parent)
     problems = listing.problems([path.name])
     if problems:
@@ -102,12 +104,14 @@ def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | 
         AmbiguousSourceError: If there are several.
         IncompleteCheckpointError: If a part is missing.
     """
+    if name and tag:
+        raise SourceNotFoundError(
+            f"{name} is a file, of which {tag!r} can't pick one", file=f"{listing.where}/{name}", hint="name it alone"
+        )
     if name:
         return Files(listing, _whole(listing, name))
-    names = sorted(other for other in listing.names if other.lower().endswith(_SUFFIX))
-    if tag and isinstance(listing, FolderListing):
-        # Where each quantisation has a folder of its own, it is called like it.
-        names += _in_subfolders(listing)
+    # Where each quantisation has a folder of its own, it is called like it.
+    names = names_in(listing, within=bool(tag))
     skipped = {other: reason for other in names if (reason := _no_model(other))}
     # Links that lead nowhere are listed, so that a missing part is noticed; but what isn't there at all is no model.
     skipped |= {other: reason for other, reason in listing.problems(names).items() if not _PART.fullmatch(other)}
@@ -124,6 +128,22 @@ def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | 
         raise _none_or_many(listing, sets, names, skipped, tag, file_pattern)
     (found,) = sets.values()
     return Files(listing, _whole(listing, found[0]), skipped)
+
+
+def names_in(listing: Listing, *, within: bool = False) -> list[str]:
+    """The GGUF files of a folder, by name.
+
+    Args:
+        listing: What lies in the folder.
+        within: Also those in its sub-folders, on disk.
+    """
+    names = sorted(name for name in listing.names if name.lower().endswith(_SUFFIX))
+    return names + _in_subfolders(listing) if within and isinstance(listing, FolderListing) else names
+
+
+def names_quantisation(tag: str) -> bool:
+    """Whether a word is what llama.cpp calls a quantisation, such as ``Q4_K_M``."""
+    return _QUANTISATION.fullmatch(tag) is not None
 
 
 def _no_model(name: str) -> str | None:

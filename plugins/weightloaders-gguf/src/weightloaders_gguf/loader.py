@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import weightloaders as wl
 from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceError
-from weightloaders_gguf.files import Files, choose, place_of
+from weightloaders_gguf.files import Files, choose, names_in, names_quantisation, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -99,7 +99,9 @@ class GgufLoader(wl.BaseWeightLoader):
         try:
             place = place_of(path)
         except SourceError as error:
-            return wl.Probe.no(error.message)
+            # llama.cpp's own way to name a repository's file: told here what to do with it.
+            named = names_quantisation(path.rpartition(":")[2])
+            return wl.Probe.maybe("a quantisation is named") if named else wl.Probe.no(error.message)
         return cls._probe(place.listing, place.name, place.tag)
 
     @classmethod
@@ -129,5 +131,8 @@ class GgufLoader(wl.BaseWeightLoader):
         except AmbiguousSourceError:
             return wl.Probe.yes("a folder with several GGUF files")
         except SourceError as error:
+            # Who names a quantisation means this format, and is told here which there are.
+            if tag and names_in(listing, within=True):
+                return wl.Probe.yes("a folder with GGUF files")
             return wl.Probe.no(error.message)
         return wl.Probe.yes("a folder with a GGUF file")

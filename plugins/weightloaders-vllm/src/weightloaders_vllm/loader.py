@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,19 +12,22 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from weightloaders import LoadReport, Weights
-from weightloaders.errors import CoverageError, LoadError, ModelError, SourceError, WeightLoadersError
-from weightloaders.loading import load, load_given
+from weightloaders.errors import LoadError, ModelError, PlanError, SourceError, WeightLoadersError, summary
+from weightloaders.loading import handed_pairs, load, load_given
 from weightloaders.offers import name_of
+from weightloaders.plan import listed
 from weightloaders.transfer.engine import Transferred
 from weightloaders.transfer.inspecting import values_of
-from weightloaders_vllm.completeness import check_came, check_same, missing_policy, named, shapes_of
+from weightloaders_vllm.behind import named, place_of
+from weightloaders_vllm.completeness import check_came, check_same, contents_of, missing_policy, optional
 from weightloaders_vllm.options import LoadOptions
 from weightloaders_vllm.ranks import Ranks
 from weightloaders_vllm.reloading import check_written, put_back
-from weightloaders_vllm.source import noted, opened, pairs
+from weightloaders_vllm.source import noted, opened
+from weightloaders_vllm.ties import settle_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, MutableMapping
+    from collections.abc import Collection, Iterator, MutableMapping
 
     import torch
     from torch import nn
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
     from weightloaders import BaseWeightLoader
     from weightloaders.loading import LoadContext
+    from weightloaders.weights.weights import Stream
+    from weightloaders_vllm.completeness import Contents, Held
 
 # Below `vllm`, so that vLLM's own settings for its log hold.
 logger = init_logger(f"vllm.{__name__}")
@@ -43,15 +49,17 @@ class _Loaded:
     Attributes:
         report: What it did.
         filled: The parameters that the first load filled; none where that was not watched.
-        shapes: What its source held; None where that was not told.
+        contents: What its source held; None where that was not told.
     """
 
     report: LoadReport
     filled: Collection[str]
-    shapes: Mapping[str, tuple[int, ...]] | None
+    contents: Contents | None
 
 
 _loaded: MutableMapping[nn.Module, _Loaded] = WeakIdKeyDictionary()
+# The last reload that was begun.
+_reloads: MutableMapping[nn.Module, object] = WeakIdKeyDictionary()
 
 
 def report_of(model: nn.Module) -> LoadReport | None:
@@ -92,30 +100,39 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
 
     def _load(self, model: nn.Module, model_config: ModelConfig, ranks: Ranks) -> None:
         path, loader = self._place(model_config)
-        context = self._options.context(missing_policy(model, self._options.on_missing), ranks=ranks.number)
+        need_not_be = optional(model)
+        policy = missing_policy(need_not_be, self._options.on_missing)
+        context = self._options.context(policy, ranks=ranks.number)
         context = context.changed(loader=name_of(loader), unite=ranks.unite if ranks.number > 1 else None)
         if not context.rules and not getattr(type(loader).load_weights, "is_default", False):
             # A loader that fills models its own way does so here as well.
-            report = load(model, loader, path, context)
+            with _named(model, None):
+                report = load(model, loader, path, context)
             _loaded[model] = _Loaded(report, report.loaded, None)
-            return
+        else:
+            report = self._fill(model, model_config, loader, path, context)
+        report.missing = [name for name in report.missing if name not in need_not_be]
+        logger.info("%s: %d parameters in %.2f seconds", path, len(report.loaded), report.seconds)
+
+    def _fill(
+        self, model: nn.Module, model_config: ModelConfig, loader: BaseWeightLoader, path: str, context: LoadContext
+    ) -> LoadReport:
         with opened(loader, path, context, _config(model_config)) as weights:
             context = context.changed(rules=())
-            shapes = shapes_of(weights)
-            if not isinstance(weights, Weights):
-                weights, shapes = noted(weights)
-            watched = self._options.watch and not any(parameter.is_meta for parameter in model.parameters())
-            if watched:
-                try:
-                    report = load_given(model, weights, context)
-                except CoverageError as error:
-                    raise named(error, model, weights) from error
+            contents = contents_of(weights)
+            if isinstance(weights, Weights):
+                settle_ties(model, model_config, weights, context.policies)
             else:
-                if self._options.watch:
-                    logger.warning("vLLM quantises this model while it is loaded, so what is written can't be watched")
-                report = _unwatched(model, weights, context)
-            _loaded[model] = _Loaded(report, report.loaded if watched else (), shapes)
-        logger.info("%s: %d parameters in %.2f seconds", path, len(report.loaded), report.seconds)
+                weights, contents = noted(weights)
+            watched = self._options.watch and not any(parameter.is_meta for parameter in model.parameters())
+            if self._options.watch and not watched:
+                logger.warning("vLLM quantises this model while it is loaded, so what is written can't be watched")
+            with _named(model, contents):
+                report = (load_given if watched else _unwatched)(model, weights, context)
+        # What the model did not use need not be there the next time.
+        used = {name: held for name, held in (contents or {}).items() if name not in report.unexpected}
+        _loaded[model] = _Loaded(report, report.loaded if watched else (), used)
+        return report
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """What `reload_weights` fills a running model from.
@@ -131,12 +148,16 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
         put_back(model)
         path, loader = self._place(model_config)
         context = self._options.context(ranks=Ranks().number).changed(loader=name_of(loader))
+        before = _loaded.get(model)
+        known = before.contents if self._options.watch and before is not None else None
         source = opened(loader, path, context, _config(model_config))
         weights = source.__enter__()
         try:
-            before, shapes = _loaded.get(model), shapes_of(weights)
-            if self._options.watch and shapes is not None and before is not None and before.shapes is not None:
-                check_same(before.shapes, shapes, path)
+            contents = contents_of(weights)
+            if known is not None and contents is not None:
+                check_same(known, contents, path)
+                for name in contents:
+                    self._check_new(model, name, known, context)
             if context.verify.sha256 and isinstance(weights, Weights):
                 context.verify.check_files(weights.infos(), weights.described_by)
         except BaseException:
@@ -144,36 +165,63 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
             raise
         return self._reloaded(source, weights, model, context, path)
 
+    def _check_new(self, model: nn.Module, name: str, known: Collection[str], context: LoadContext) -> bool:
+        """Whether a tensor is to be handed over in a reload.
+
+        One that the first load had not, and the model has no place for, would end vLLM's reload half-way.
+        """
+        if name in known or place_of(model, name) is not None:
+            return True
+        said = f"{name!r} was not there when the model was first loaded, and it has no parameter for it"
+        if context.policies.unexpected(name) == "error":
+            raise PlanError(said, tensor=name, hint="leave it out by rules, or reload from a checkpoint of this model")
+        return False
+
     def _reloaded(
         self, source: Any, weights: Any, model: nn.Module, context: LoadContext, path: str
     ) -> Iterator[tuple[str, torch.Tensor]]:
         start, moved = time.perf_counter(), Transferred()
-        shapes: dict[str, tuple[int, ...]] = {}
+        came: dict[str, Held] = {}
+        unexpected: list[str] = []
         before = _loaded.get(model)
+        known = before.contents if self._options.watch and before is not None else None
+        reload = _reloads[model] = object()
+        is_done = False
         try:
-            for name, tensor in pairs(weights, context, moved):
+            for name, tensor in handed_pairs(weights, context.transfer, moved, lambda _: None):
+                if known is not None and not self._check_new(model, name, known, context):
+                    unexpected.append(name)
+                    continue
+                held = tuple(tensor.shape), tensor.dtype
+                if known is not None and name in known:
+                    check_came({name: known[name]}, {name: held}, path)
                 if context.verify.finite:
                     _check_finite(name, tensor)
-                shapes[name] = tuple(tensor.shape)
+                came[name] = held
                 yield name, tensor
                 del tensor
             if self._options.watch and before is not None:
                 check_written(model, before.filled)
-                if before.shapes is not None:
-                    check_came(before.shapes, shapes, path)
-        except SourceError as error:
-            put_back(model)
-            raise LoadError.of(error, ()) from error
+            if known is not None:
+                check_came(known, came, path)
+            is_done = True
         except LoadError:
-            put_back(model)
             raise
+        except WeightLoadersError as error:
+            raise LoadError.of(error, ()) from error
         finally:
             source.__exit__(None, None, None)
+            # One that was given up may be told so late that the next has begun.
+            if not is_done and _reloads.get(model) is reload:
+                put_back(model)
+        if unexpected:
+            logger.warning("the reload left out %d tensors that the model has no place for: %s",
+                           len(unexpected), listed(unexpected))  # fmt: skip
         report = LoadReport(
-            loaded=list(shapes), loader=context.loader, bytes_read=moved.bytes_read, extra_memory=moved.extra_memory,
-            seconds=time.perf_counter() - start, decided_by=["vLLM's reload"],
+            loaded=list(came), loader=context.loader, bytes_read=moved.bytes_read, extra_memory=moved.extra_memory,
+            seconds=time.perf_counter() - start, decided_by=["vLLM's reload"], unexpected=unexpected,
         )  # fmt: skip
-        _loaded[model] = _Loaded(report, () if before is None else before.filled, shapes)
+        _loaded[model] = _Loaded(report, () if before is None else before.filled, came)
 
     def _place(self, model_config: ModelConfig) -> tuple[str, BaseWeightLoader]:
         """Where the weights lie, and who reads them."""
@@ -196,16 +244,37 @@ def _config(model_config: ModelConfig) -> dict[str, Any]:
     return dict(model_config.hf_text_config.to_dict())
 
 
-def _unwatched(model: Any, weights: Any, context: LoadContext) -> LoadReport:
+@contextlib.contextmanager
+def _named(model: nn.Module, there: Collection[str] | None) -> Iterator[None]:
+    """An error of the block names both the checkpoint's tensors and the model's parameters."""
+    try:
+        yield
+    except LoadError as error:
+        raise named(error, model, there) from error
+
+
+def _unwatched(model: Any, weights: Weights | Stream, context: LoadContext) -> LoadReport:
     start, moved = time.perf_counter(), Transferred()
     if context.verify.sha256 and isinstance(weights, Weights):
         context.verify.check_files(weights.infos(), weights.described_by)
+    last: list[str] = []
+
+    def noting() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in handed_pairs(weights, context.transfer, moved, lambda _: None):
+            last[:] = [name]
+            yield name, tensor
+            del tensor
+
     try:
-        loaded = model.load_weights(pairs(weights, context, moved))
+        loaded = model.load_weights(noting())
+    except SourceError as error:
+        raise LoadError.of(error, ()) from error
     except WeightLoadersError:
         raise
     except Exception as error:
-        raise LoadError(f"{type(model).__name__}.load_weights failed: {error}") from error
+        at = f" at the tensor {last[0]!r}" if last else ""
+        who = f"{type(model).__name__}.load_weights"
+        raise LoadError(f"{who} failed{at}: {summary(error)}", tensor=last[0] if last else None, plugin=who) from error
     return LoadReport(
         loaded=sorted(loaded or ()), loader=context.loader, bytes_read=moved.bytes_read,
         extra_memory=moved.extra_memory, seconds=time.perf_counter() - start,

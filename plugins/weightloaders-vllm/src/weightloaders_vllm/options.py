@@ -11,7 +11,6 @@ from weightloaders import WeightLoaderRegistry
 from weightloaders.errors import ConfigError, WeightLoadersError
 from weightloaders.prepare import load_context
 from weightloaders.validation import Checked
-from weightloaders_vllm import FORMAT
 
 if TYPE_CHECKING:
     from weightloaders import BaseWeightLoader
@@ -58,7 +57,7 @@ class LoadOptions(Checked):
         """
         if not isinstance(extra, Mapping):
             raise ConfigError(f"{_WHERE} is a dict, not a {type(extra).__name__}")
-        values, short = dict(extra), load_format.removeprefix(FORMAT).removeprefix(":")
+        values, short = dict(extra), load_format.partition(":")[2]
         if short and values.setdefault("loader", short) != short:
             raise ConfigError(f"load_format={load_format!r} and {_WHERE}['loader'] name two loaders")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from typing import Any
 
@@ -9,9 +10,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor import model_loader
 
 from weightloaders import WeightLoaderRegistry
+from weightloaders.errors import ConfigError
 from weightloaders_vllm import FORMAT
 from weightloaders_vllm.loader import WeightLoadersModelLoader
 from weightloaders_vllm.options import check
+
+# Near enough to our name to be a slip rather than somebody else's load format.
+_SLIP = 0.8
 
 
 def register_formats() -> None:
@@ -32,8 +37,20 @@ def _check_early() -> None:
     @functools.wraps(original)
     def create_load_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         config = original(self, *args, **kwargs)
-        if config.load_format.partition(":")[0] == FORMAT:
-            check(config.load_format, config.model_loader_extra_config)
+        head, _, loader = str(self.load_format).partition(":")
+        if head.lower() == FORMAT:
+            extra = config.model_loader_extra_config
+            check(f"{FORMAT}:{loader}", extra)
+            # vLLM makes names of load formats lower-case, and only those that it has been told of are known to it.
+            config.load_format = FORMAT
+            config.model_loader_extra_config = {**extra, "loader": loader} if loader else extra
+        elif config.load_format not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:  # noqa: SLF001 -- as above
+            _refuse_slip(head)
         return config
 
     EngineArgs.create_load_config = create_load_config
+
+
+def _refuse_slip(load_format: str) -> None:
+    if difflib.get_close_matches(load_format.lower(), [FORMAT], 1, _SLIP):
+        raise ConfigError(f"there is no load_format {load_format!r}; did you mean {FORMAT!r}?")

@@ -1,4 +1,4 @@
-"""The weights that a vLLM model is filled from: opened by a loader, renamed by rules, handed over one by one."""
+"""The weights that a vLLM model is filled from: opened by a loader, renamed by rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightloaders import Weights
 from weightloaders.errors import ConfigError
-from weightloaders.loading import get_weights, handed_pairs, is_borrowed
+from weightloaders.loading import get_weights, is_borrowed
 from weightloaders.saving import arrange, rearranged
 from weightloaders.weights.weights import Stream, as_weights
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from weightloaders import BaseWeightLoader
     from weightloaders.loading import LoadContext
-    from weightloaders.transfer.engine import Transferred
+    from weightloaders_vllm.completeness import Held
 
 
 @contextlib.contextmanager
@@ -52,25 +52,14 @@ def opened(loader: BaseWeightLoader, path: str, context: LoadContext, config: An
             )
 
 
-def noted(stream: Stream) -> tuple[Stream, dict[str, tuple[int, ...]]]:
-    """The same stream, and the shapes of what has come of it so far."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def noted(stream: Stream) -> tuple[Stream, dict[str, Held]]:
+    """The same stream, and what has come of it so far."""
+    came: dict[str, Held] = {}
 
     def noting() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in stream:
-            shapes[name] = tuple(tensor.shape)
+            came[name] = tuple(tensor.shape), tensor.dtype
             yield name, tensor
             del tensor
 
-    return Stream(noting(), borrowed=stream.borrowed), shapes
-
-
-def pairs(weights: Weights | Stream, context: LoadContext, moved: Transferred) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors, read ahead in a bounded window; each belongs to whoever gets it, and may be kept for a reload."""
-    if isinstance(weights, Weights):
-        total = sum(info.bytes_stored for info in weights.infos())
-        yield from handed_pairs(weights, context.transfer, moved, total, lambda _: None)
-        return
-    for name, tensor in weights:
-        moved.bytes_read += tensor.nbytes
-        yield name, tensor.clone() if weights.borrowed else tensor
+    return Stream(noting(), borrowed=stream.borrowed), came

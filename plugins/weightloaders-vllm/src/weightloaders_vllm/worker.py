@@ -32,6 +32,8 @@ class WorkerExtension:
         Returns:
             ``{"report": ...}``, or ``{"error": ..., "changed": whether the model is no more what it was}``.
         """
+        from weightloaders_vllm.reloading import put_back
+
         load_config, model_config = self.vllm_config.load_config, self.vllm_config.model_config
         places = "model", "model_weights", "revision"
         before = {name: getattr(model_config, name) for name in places}
@@ -40,6 +42,7 @@ class WorkerExtension:
         try:
             self.reload_weights(weights_path=path)
         except Exception as error:  # noqa: BLE001 -- whatever vLLM raised, the other side is told
+            put_back(self.get_model())
             load_config.load_format, load_config.model_loader_extra_config = asked
             for name, value in before.items():
                 setattr(model_config, name, value)

@@ -37,6 +37,8 @@ class LoaderConformance(Values, Reading, Damage, Sharing, Options, Package):
         names: Names of tensors that the format can hold. Default: long, dotted, with spaces, of several alphabets.
         lazy: Whether the loader says what there is without reading the values. Default: yes. One that returns a dict,
             or pairs, can't.
+        recognised: Whether the loader's `probe`, where it has one, recognises what it reads, so that it need not be
+            named. Default: yes.
         name: The name that an installed package offers the loader under. Default: whatever name leads to it, if any.
         heavy: Modules that importing the loader's own must not import. Default: torch, transformers, numpy.
         patience: Seconds after which reading a tiny file counts as hanging. Default: 20.

@@ -56,6 +56,7 @@ class Author:
     holds_empty: ClassVar[bool] = True
     names: ClassVar[Collection[str]] = NAMES
     lazy: ClassVar[bool] = True
+    recognised: ClassVar[bool] = True
     patience: ClassVar[float] = 20.0
     heavy: ClassVar[Collection[str]] = ("torch", "transformers", "numpy")
     name: ClassVar[str | None] = None

@@ -77,7 +77,7 @@ class Options(Author):
                 expect(answer != "yes", f"`probe` says yes to {path!r}, which holds no checkpoint")
 
     def test_probing_claims_only_what_is_read(self, tmp_path: Path) -> None:
-        """Where `probe` says yes, to its own format or to another's, the loader can read it."""
+        """Where `probe` says yes, to its own format or another's, the loader reads it; it never says no to its own."""
         loader = self._class()
         (tmp_path / "own").mkdir()
         sources = {"own": self.write_checkpoint(tmp_path / "own", self.some_tensors())}
@@ -87,6 +87,12 @@ class Options(Author):
             if _answer(loader, str(source), self.patience) == "yes":
                 error = refusal(partial(self.open, source))
                 expect(error is None, f"`probe` says yes to a checkpoint ({kind}), which the loader refuses: {error}")
+        unasked, probe = (inspect.getattr_static(kind, "probe") for kind in (wl.BaseWeightLoader, loader))
+        expect(
+            probe is unasked or not self.recognised or _answer(loader, str(sources["own"]), self.patience) != "no",
+            "`probe` says no to a checkpoint that the loader reads, so that it must be named; if that is meant, say "
+            "`recognised = False`",
+        )
 
     def _factory(self) -> LoaderFactory:
         loader = self.given_loader

@@ -9,19 +9,27 @@ import operator
 import random
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import weightloaders as wl
+from weightloaders.errors import WeightLoadersError
 from weightloaders.testing.conformance.author import Author, bits, expect, expect_same, skip, within
+from weightloaders.testing.conformance.interleaving import Step, steps_of, take_turns
 from weightloaders.testing.tiny import sample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    import torch
+
 _THREADS = 4
 _ROUNDS = 3
+# How often a thread that can't go on before another does is waited for.
+_MOST_WAITS = 12
 # Starting a process that imports torch takes its time on a busy machine.
 _SECONDS_TO_START = 120.0
 
@@ -40,6 +48,53 @@ class Sharing(Author):
                     expect_same(name, weights[name], tensors[name], tensors)
 
             within(self.patience, lambda: _in_threads(read, tensors))
+
+    def test_a_thread_reads_while_another_is_at_any_step(self, tmp_path: Path) -> None:
+        """Whichever step of the loader's one thread has come to, another may read a tensor, or open and read, there."""
+        tensors = {name: sample(self.usual_dtype, self.fitted((17, 9)), i) for i, name in enumerate(("t0", "t1"))}
+        source = self.write_checkpoint(tmp_path, tensors)
+
+        def opened_and_read() -> torch.Tensor:
+            with self.open(source) as weights:
+                return weights["t1"]
+
+        def read_in_turns(share: bool) -> None:
+            end, in_vain = time.monotonic() + self.patience / 10, 0
+            with self.open(source) as weights:
+                weights["t0"]  # what is imported on first use is no step
+                steps = steps_of(lambda: weights["t0"])
+            for step in steps:
+                # Opened anew, for a file may be opened, or a tensor kept, when the first is read.
+                with self.open(source) as weights:
+                    if share and weights.info("t0").read is not None:
+                        return  # this library has one thread call that at a time
+                    other = (lambda: weights["t1"]) if share else opened_and_read
+                    in_vain += self._take_turns(lambda: weights["t0"], other, step, tensors)
+                # Who takes a lock mostly holds it for all of its way.
+                if in_vain > _MOST_WAITS or time.monotonic() > end:
+                    return
+
+        for share in (True, False):
+            within(self.patience, partial(read_in_turns, share))
+
+    def _take_turns(
+        self,
+        one: Callable[[], torch.Tensor],
+        other: Callable[[], torch.Tensor],
+        step: Step,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> bool:
+        __tracebackhide__ = True
+        try:
+            turns = take_turns(one, other, step)
+            expect_same("t0", turns.one, tensors["t0"], tensors)
+            if turns.other is not None:
+                expect_same("t1", turns.other, tensors["t1"], tensors)
+        except (AssertionError, WeightLoadersError) as error:
+            raise AssertionError(
+                f"one thread read 't1' while another, that reads 't0', was at {step}; then: {error}"
+            ) from error
+        return turns.in_vain
 
     def test_several_threads_open_the_same_source(self, tmp_path: Path) -> None:
         """Threads that each open the source, and close it while others read, do not disturb each other."""
