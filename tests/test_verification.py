@@ -9,14 +9,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub.constants
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from tests.hub_server import servers
 from weightloaders import (
     LLM,
     ChecksumList,
@@ -436,3 +438,20 @@ def test_in_the_hubs_cache_the_names_of_blobs_tell_of_a_config_too(folder: Path,
     config.write_bytes(config.read_bytes() + b"\n")
     with pytest.raises(SourceReadError, match=r"config\.json has the checksum \(git's\)"):
         from_pretrained(snapshot, verify="sha256", **QUIET)
+
+
+def test_of_what_lies_on_a_server_is_said_that_no_checksum_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    content = save({"weight": torch.ones(2, 2)})
+    model = torch.nn.Linear(2, 2, bias=False)
+    with servers() as start:
+        web = start()
+        web.files |= {"/model.safetensors": content, "/SHA256SUMS": b"0" * 64 + b"  model.safetensors\n"}
+        before = model.weight.detach().clone()
+        with pytest.raises(SourceReadError, match="lies on no disk of this machine") as caught:
+            load_into(model, f"{web.url}/model.safetensors", verify="sha256", progress=False)
+        assert "download it" in (caught.value.hint or "")
+        assert torch.equal(model.weight, before)
+        load_into(model, f"{web.url}/model.safetensors", verify="record", progress=False)
+    assert model.weight.eq(1).all()

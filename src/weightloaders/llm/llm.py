@@ -281,7 +281,8 @@ class LLM:
 
         That all fits, and that the files are those that were looked at, is known before anything is written; if
         something is wrong there, the model is as it was. If it fails on the way, the model is marked, and `generate`
-        refuses it until a reload succeeds.
+        refuses it until a reload succeeds. What another thread generates meanwhile is made with some weights old and
+        some new: let it end before.
 
         Args:
             source: Where the new weights lie; or weights themselves, as `load_into` takes them. Default: where the last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +99,13 @@ class Verification:
         read = {origin.name: origin for info in infos for origin in info.origins}
         check = self._check_of([*read.values(), *described_by])
         lacking = next((source.name for source in check.unknown if source.name in read), None)
+        if lacking is not None and not os.path.lexists(lacking):
+            raise SourceReadError(
+                f"verify='sha256': {lacking} lies on no disk of this machine, and is not compared with any checksum",
+                file=lacking,
+                hint="it would be fetched twice, and could differ the second time: download it, and load that; or "
+                "verify='record' tells what each parameter came to, for `weightloaders compare`",
+            )
         if lacking is not None:
             by = f", which {' and '.join(str(_path_of(listed)) for listed in self.lists)} should list"
             raise SourceReadError(
