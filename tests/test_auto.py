@@ -13,7 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from weightloaders import open_weights
-from weightloaders.errors import CheckpointFormatError, LoaderContractError, OptionsError, SourceNotFoundError
+from weightloaders.errors import (
+    CheckpointFormatError,
+    LoaderContractError,
+    OptionsError,
+    SourceNotFoundError,
+)
 from weightloaders.loaders.auto import AutoLoader, Candidate
 from weightloaders.loaders.base import BaseWeightLoader, Probe
 from weightloaders.testing import fake_distribution, isolated_registry

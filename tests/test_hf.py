@@ -638,6 +638,21 @@ def test_no_hub_at_all(
     assert "maybe out of date" in caplog.text
 
 
+def test_a_name_that_is_nowhere_is_told_not_to_be_here_before_what_is_wrong_with_the_hub(
+    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.refuses = (401, "")
+    with pytest.raises(
+        SourceError, match=r"^there is no file or folder my/file\.house here; as a repository on the hub: "
+    ):
+        HuggingFaceLoader(cache_dir=cache).get_weights("my/file.house")
+    # Who says that it is a repository is not told of files.
+    with pytest.raises(SourceError) as refused:
+        HuggingFaceLoader(cache_dir=cache).get_weights("hf://my/file.house")
+    assert "no file or folder" not in refused.value.message
+
+
 @pytest.mark.parametrize("refusal", [None, (401, "GatedRepo"), (401, ""), (500, "")])
 def test_the_token_is_sent_but_never_told(
     hub: Hub, cache: Path, refusal: tuple[int, str] | None, caplog: pytest.LogCaptureFixture

@@ -137,6 +137,7 @@ class Repository:
         self.name = name
         self.access = access
         self._passed_over = passed_over
+        self._is_on_hub = False
         self.revision = access.revision or "main"
         self._folder = access.cache / f"models--{name.replace('/', '--')}"
         keep_secrets_out_of_logs()
@@ -205,6 +206,7 @@ class Repository:
         transport_error: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
         try:
             files = HubFiles(self, *asked_once((self.access.endpoint, self.name, self.revision), self._list))
+            self._is_on_hub = True
             result = from_hub(files)
             # What is only looked at is not in the cache, so the cache can't stand for it later.
             if not only_headers_are_wanted():
@@ -235,7 +237,7 @@ class Repository:
             except SourceError as lack:
                 beside = f"; nor can the cache stand in: {lack.message}"
         told = explained(error, self, beside)
-        if self._passed_over is not None and kind_of(self._passed_over) == NOT_THERE:
+        if not self._is_on_hub and self._passed_over is not None and kind_of(self._passed_over) == NOT_THERE:
             # Whoever meant a file shall not have to look for that behind what is wrong with the network.
             told.message = f"there is no file or folder {self.name} here; as a repository on the hub: {told.message}"
         raise told from (None if tells_secrets(error) else error)
