@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 from weightloaders.errors import RemoteReadError, SourceReadError
 from weightloaders.weights.source import ByteSource, behind
-from weightloaders.weights.threads import in_parallel
+from weightloaders.weights.threads import IN_FLIGHT, in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,8 +29,8 @@ HEAD_BYTES = 64 << 10
 #: What to do about an answer that nobody can do anything with.
 OTHERS_FAULT = "check the address; if it is right, ask whoever runs the server, or download the file and name that"
 _LATER = "check the network, or try again later"
-# Small parts that are no further apart are asked for together; others, too, as long as what lies between them comes to
-# no more than this in all: it takes less time than the requests that it saves.
+# Small parts that are no further apart are asked for together. Where there are more than go at once, so are others, as
+# long as what lies between them comes to no more than this in all: it takes less time than one more round of requests.
 _GAP = 16 << 10
 _BETWEEN = 4 << 20
 # A longer read goes in parts of this size, several at once. A load's own reads are no longer: it has its own threads.
@@ -298,7 +298,8 @@ def _spans(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             parts.append((start, end))
     gaps = sorted((after[0] - before[1], after[0]) for before, after in itertools.pairwise(parts))
     in_all = itertools.accumulate(gap for gap, _ in gaps)
-    bridged = {start for (_, start), total in zip(gaps, in_all, strict=True) if total <= _BETWEEN}
+    short = itertools.islice(zip(gaps, in_all, strict=True), max(0, len(parts) - IN_FLIGHT))
+    bridged = {start for (_, start), total in short if total <= _BETWEEN}
     spans: list[tuple[int, int]] = []
     for start, end in parts:
         if start in bridged:
