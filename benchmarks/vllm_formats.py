@@ -25,8 +25,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "weightloaders, unwatched": {
         "load_format": "weightloaders:local", "model_loader_extra_config": {"watch": False},
     },
-    "weightloaders, mmap": {
-        "load_format": "weightloaders:local", "model_loader_extra_config": {"transfer": "mmap"},
+    "weightloaders, read ahead": {
+        "load_format": "weightloaders:local", "model_loader_extra_config": {"transfer": "direct"},
     },
     "safetensors (vLLM's default)": {"load_format": "safetensors"},
     "safetensors, eager": {"load_format": "safetensors", "safetensors_load_strategy": "eager"},

@@ -11,7 +11,6 @@ from weightloaders.plan import single_run
 from weightloaders.transfer.file_views import map_file, view_of
 from weightloaders.transfer.read_ahead import ReadAhead, naming
 from weightloaders.transfer.sources import check_unchanged, direct_reads, habits_for, sources_in
-from weightloaders.weights.reading import read_tensor
 from weightloaders.weights.source import FileSource
 
 if TYPE_CHECKING:
@@ -48,14 +47,13 @@ class HandedTensors:
         self._infos, self._read, self._options = infos, read, options
 
     def __iter__(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
-        pairs = self._mapped() if self._options.mode == "mmap" else self._ahead()
+        pairs = self._mapped() if self._options.mode == "mmap" else self._ahead(self._infos)
         with contextlib.closing(pairs):
             yield from pairs
         check_unchanged(sources_in(self._infos))
 
-    def _ahead(self) -> Generator[tuple[TensorInfo, torch.Tensor]]:
-        direct, room = direct_reads(self._options, habits_for(sources_in(self._infos), self._options).threads)
-        infos = self._infos
+    def _ahead(self, infos: Sequence[TensorInfo]) -> Generator[tuple[TensorInfo, torch.Tensor]]:
+        direct, room = direct_reads(self._options, habits_for(sources_in(infos), self._options).threads)
         if direct is not None:
             infos = [
                 replace(info, extents=tuple(replace(e, source=direct.source(e.source)) for e in info.extents))
@@ -66,7 +64,8 @@ class HandedTensors:
         with contextlib.closing(iter(ahead)) as tensors:
             for info, tensor in tensors:
                 self.bytes_read += info.bytes_stored
-                self.extra_memory = ahead.most_held + (0 if direct is None else direct.most_held)
+                held = ahead.most_held + (0 if direct is None else direct.most_held)
+                self.extra_memory = max(self.extra_memory, held)
                 yield info, tensor
                 # What is let go of gives its memory to the next.
                 del tensor
@@ -79,20 +78,15 @@ class HandedTensors:
             if isinstance(source, FileSource):
                 memory = map_file(source, max(info.extents[0].offset + info.nbytes for info in infos))
                 self.notes.extend([memory] if isinstance(memory, str) else [])
+            if isinstance(memory, str):
+                yield from self._ahead(infos)
+                continue
             for info in infos:
-                if isinstance(memory, str):
-                    self.bytes_read += info.bytes_stored
-                    self.extra_memory = max(self.extra_memory, info.nbytes)
-                    with naming(info):
-                        tensor = self._read(info) if info.read is not None else read_tensor(info)
-                    yield info, tensor
-                    del tensor
-                else:
-                    with naming(info):
-                        # Where it was cut, the system ends a process that touches what was behind.
-                        check_unchanged([info.extents[0].source])
-                    self.bytes_mapped += info.nbytes
-                    yield info, view_of(memory, info.extents[0].offset, info.dtype, info.shape)
+                with naming(info):
+                    # Where it was cut, the system ends a process that touches what was behind.
+                    check_unchanged([info.extents[0].source])
+                self.bytes_mapped += info.nbytes
+                yield info, view_of(memory, info.extents[0].offset, info.dtype, info.shape)
 
 
 def _file_of(info: TensorInfo) -> object:

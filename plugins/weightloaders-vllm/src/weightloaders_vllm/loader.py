@@ -102,7 +102,7 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
         path, loader = self._place(model_config)
         need_not_be = optional(model)
         policy = missing_policy(need_not_be, self._options.on_missing)
-        context = self._options.context(policy, ranks=ranks.number)
+        context = self._options.context(policy)
         context = context.changed(loader=name_of(loader), unite=ranks.unite if ranks.number > 1 else None)
         if not context.rules and not getattr(type(loader).load_weights, "is_default", False):
             # A loader that fills models its own way does so here as well.
@@ -147,7 +147,7 @@ class WeightLoadersModelLoader(BaseModelLoader):  # type: ignore[misc]  # vLLM n
         """
         put_back(model)
         path, loader = self._place(model_config)
-        context = self._options.context(ranks=Ranks().number).changed(loader=name_of(loader))
+        context = self._options.context().changed(loader=name_of(loader))
         before = _loaded.get(model)
         known = before.contents if self._options.watch and before is not None else None
         source = opened(loader, path, context, _config(model_config))

@@ -33,8 +33,8 @@ class LoadOptions(Checked):
         on_unexpected: Likewise for tensors that vLLM's model did not use.
         on_mismatch: Likewise for tensors that were cut to fit.
         verify: ``"finite"``, ``"sha256"``, or both in a list.
-        transfer: How bytes are moved; see `weightloaders.load_into`. Default: ``"direct"``, and ``"mmap"`` where
-            several ranks load a model, so that each reads no more than its part.
+        transfer: How bytes are moved; see `weightloaders.load_into`. What vLLM's models get they copy, so files are
+            best mapped: each byte is touched once, by the rank that uses it. What can't be mapped is read ahead.
         watch: Whether it is watched what is written. If not, policies hold for nothing.
     """
 
@@ -45,7 +45,7 @@ class LoadOptions(Checked):
     on_unexpected: _Policy = "warn"
     on_mismatch: _Policy = "error"
     verify: Literal["finite", "sha256"] | list[Literal["finite", "sha256"]] | None = None
-    transfer: Any = None
+    transfer: Any = "mmap"
     watch: bool = True
 
     @classmethod
@@ -65,21 +65,19 @@ class LoadOptions(Checked):
         except ConfigError as error:
             raise ConfigError(f"{_WHERE}: {error.message}") from None
 
-    def context(self, on_missing: Any = None, *, ranks: int = 1) -> LoadContext:
+    def context(self, on_missing: Any = None) -> LoadContext:
         """The same in the core's words.
 
         Args:
             on_missing: What counts instead of what was said.
-            ranks: How many processes load the model together.
 
         Raises:
             WeightLoadersError: If rules, policies or ways to move bytes can't be understood.
         """
-        transfer: Any = ("direct" if ranks == 1 else "mmap") if self.transfer is None else self.transfer
         policy: Any = self.on_missing if on_missing is None else on_missing
         return load_context(
             self.rules, policy, self.on_unexpected, self.on_mismatch,
-            progress=False, verify=self.verify, transfer=transfer,
+            progress=False, verify=self.verify, transfer=self.transfer,
         )  # fmt: skip
 
     def create_loader(self, source: str | None = None, revision: str | None = None) -> BaseWeightLoader:
