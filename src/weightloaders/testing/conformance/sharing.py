@@ -56,7 +56,7 @@ class Sharing(Author):
 
         def opened_and_read() -> torch.Tensor:
             with self.open(source) as weights:
-                return weights["t1"]
+                return weights["t1"].clone()  # whether it outlives closing is another check's matter
 
         def read_in_turns(share: bool) -> None:
             end, in_vain = time.monotonic() + self.patience / 10, 0
