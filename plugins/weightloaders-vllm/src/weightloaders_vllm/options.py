@@ -33,8 +33,9 @@ class LoadOptions(Checked):
         on_unexpected: Likewise for tensors that vLLM's model did not use.
         on_mismatch: Likewise for tensors that were cut to fit.
         verify: ``"finite"``, ``"sha256"``, or both in a list.
-        transfer: How bytes are moved; see `weightloaders.load_into`. What vLLM's models get they copy, so files are
-            best mapped: each byte is touched once, by the rank that uses it. What can't be mapped is read ahead.
+        transfer: How bytes are moved; see `weightloaders.load_into`. Default: ``"mmap"``. What vLLM's models get they
+            copy, so files are best mapped: each byte is touched once, by the rank that uses it. What can't be mapped
+            is read ahead.
         watch: Whether it is watched what is written. If not, policies hold for nothing.
     """
 
@@ -45,7 +46,7 @@ class LoadOptions(Checked):
     on_unexpected: _Policy = "warn"
     on_mismatch: _Policy = "error"
     verify: Literal["finite", "sha256"] | list[Literal["finite", "sha256"]] | None = None
-    transfer: Any = "mmap"
+    transfer: Any = None
     watch: bool = True
 
     @classmethod
@@ -77,7 +78,7 @@ class LoadOptions(Checked):
         policy: Any = self.on_missing if on_missing is None else on_missing
         return load_context(
             self.rules, policy, self.on_unexpected, self.on_mismatch,
-            progress=False, verify=self.verify, transfer=self.transfer,
+            progress=False, verify=self.verify, transfer="mmap" if self.transfer is None else self.transfer,
         )  # fmt: skip
 
     def create_loader(self, source: str | None = None, revision: str | None = None) -> BaseWeightLoader:
