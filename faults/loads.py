@@ -19,7 +19,7 @@ from faults.shim import Action, Call, Fault
 from faults.verdict import Lost, Verdict
 from weightloaders import load_into, load_status
 from weightloaders.errors import HalfLoadedModelError, LoadError, WeightLoadersError
-from weightloaders.loading import check_usable
+from weightloaders.loading.status import check_usable
 from weightloaders.transfer import jobs
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from weightloaders.errors import (
     SaveError,
     SourceError,
 )
-from weightloaders.loading import check_usable
+from weightloaders.loading.status import check_usable
 from weightloaders.transfer import jobs
 from weightloaders.weights.locks import locked
 

@@ -12,7 +12,6 @@ from weightloaders.errors import ConfigError, ModelError, SaveError
 from weightloaders.loaders.headers_only import headers_only
 from weightloaders.loaders.place import as_name
 from weightloaders.loading import (
-    check_usable,
     get_weights,
     is_borrowed,
     load_aside,
@@ -20,6 +19,7 @@ from weightloaders.loading import (
     make_plan,
     origin_of,
     prove_plan,
+    usable,
 )
 from weightloaders.plan import Policies
 from weightloaders.prepare import load_context, load_from, prepare, resolve_loader
@@ -333,7 +333,7 @@ def save_weights(
 
     Raises:
         HalfLoadedModelError: If the last load into the model failed on the way.
-        ModelError: If the model is none.
+        ModelError: If the model is none; or from within a load into it. One of another thread is waited for.
         ConfigError: If the size is none, or the arguments don't go together.
         PlanError: If the other checkpoint does not fit the model.
         SaveError: If something can't be written, or somebody else is saving there; what was there before stays.
@@ -344,25 +344,25 @@ def save_weights(
     if not isinstance(given, str | Path) or given == "":
         raise SaveError(f"weights are saved to a str or a Path, not {_a(given)}", hint='e.g. "./folder"')
     shard_size = parse_size(max_shard_size)
-    check_usable(model)
-    policies = Policies(missing=on_missing)
-    infos: Sequence[Described]
-    if layout == "checkpoint" and dtype in (None, "stored"):
-        origin = _origin(model, like, rules, loader, loader_kwargs)
-        infos, tensor = checkpoint_layout(model, origin, policies, stored_dtype=dtype == "stored")
-    elif layout == "model" and dtype is like is rules is None:
-        infos, tensor = _own_layout(model)
-    else:
-        raise ConfigError(
-            f"layout={layout!r} with dtype={dtype!r} can't be",
-            hint="a layout is 'model' or 'checkpoint'; only with the latter go dtype='stored', like=... and rules=...",
-        )
-    path = Path(path)
-    metadata = {"format": "pt"}
-    if path.suffix == ".safetensors":
-        write_safetensors(path, infos, tensor, metadata)
-        return (path,)
-    return write_sharded(path, infos, tensor, max_shard_size=shard_size, metadata=metadata)
+    with usable(model):
+        policies = Policies(missing=on_missing)
+        infos: Sequence[Described]
+        if layout == "checkpoint" and dtype in (None, "stored"):
+            origin = _origin(model, like, rules, loader, loader_kwargs)
+            infos, tensor = checkpoint_layout(model, origin, policies, stored_dtype=dtype == "stored")
+        elif layout == "model" and dtype is like is rules is None:
+            infos, tensor = _own_layout(model)
+        else:
+            raise ConfigError(
+                f"layout={layout!r} with dtype={dtype!r} can't be",
+                hint="a layout is 'model' or 'checkpoint'; only the latter takes dtype='stored', like= and rules=",
+            )
+        path = Path(path)
+        metadata = {"format": "pt"}
+        if path.suffix == ".safetensors":
+            write_safetensors(path, infos, tensor, metadata)
+            return (path,)
+        return write_sharded(path, infos, tensor, max_shard_size=shard_size, metadata=metadata)
 
 
 def _own_layout(model: nn.Module) -> tuple[list[Described], Callable[[str], torch.Tensor]]:

@@ -207,7 +207,7 @@ class LLM:
 
         Raises:
             ConfigError: If a prompt or the parameters are not what they should be.
-            ModelError: If the model can't write text, or has no room for a prompt.
+            ModelError: If the model can't write text, or has no room for a prompt; or from within a load into it.
             HalfLoadedModelError: If the last reload failed on the way.
         """
         return self._written(prompts, sampling_params, use_tqdm)
@@ -281,8 +281,8 @@ class LLM:
 
         That all fits, and that the files are those that were looked at, is known before anything is written; if
         something is wrong there, the model is as it was. If it fails on the way, the model is marked, and `generate`
-        refuses it until a reload succeeds. What another thread generates meanwhile is made with some weights old and
-        some new: let it end before.
+        refuses it until a reload succeeds. Before anything is written, what other threads generate ends; what they ask
+        for meanwhile waits for the new weights.
 
         Args:
             source: Where the new weights lie; or weights themselves, as `load_into` takes them. Default: where the last
@@ -299,6 +299,7 @@ class LLM:
 
         Raises:
             ConfigError: If an option is unknown, or there is no source.
+            ModelError: If it is called from within `generate`.
             WeightLoadersError: As `load_into` does.
         """
         odd = sorted(load_options.keys() - self._load_options.keys())

@@ -13,13 +13,12 @@ from weightloaders.loading.loading import (
     prove_plan,
 )
 from weightloaders.loading.origin import Origin, origin_of
-from weightloaders.loading.status import check_usable, load_origin, load_status
+from weightloaders.loading.status import load_origin, load_status, usable
 from weightloaders.loading.watching import handed_pairs
 
 __all__ = [
     "LoadContext",
     "Origin",
-    "check_usable",
     "default_weight_loader",
     "get_weights",
     "handed_pairs",
@@ -33,4 +32,5 @@ __all__ = [
     "make_plan",
     "origin_of",
     "prove_plan",
+    "usable",
 ]

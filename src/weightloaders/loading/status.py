@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.errors import HalfLoadedModelError, LoadError, WeightLoadersError
+from weightloaders.loading.turns import using, writing
 from weightloaders.plan import listed
 from weightloaders.targets import modules_of
 
@@ -47,8 +48,16 @@ class Mark:
 def marking(model: nn.Module) -> Iterator[Mark]:
     """A failure after the model was touched leaves a mark on it and its parts; success takes it away.
 
-    Whoever loads says so when the model is touched.
+    Whoever loads says so when the model is touched. Those that use the model end before that, or begin after it.
+
+    Raises:
+        ModelError: If this thread itself is using the model.
     """
+    with writing(model):
+        yield from _marked(model)
+
+
+def _marked(model: nn.Module) -> Iterator[Mark]:
     mark = Mark()
     try:
         yield mark
@@ -83,6 +92,19 @@ def load_status(model: nn.Module) -> Literal["loaded", "failed"] | None:
 def load_origin(model: nn.Module) -> Origin | None:
     """What a model was last loaded from; None where that can't be told, or there was no load."""
     return _loaded.get(model)
+
+
+@contextlib.contextmanager
+def usable(model: nn.Module) -> Iterator[None]:
+    """Use a model; a load into it that is running is waited for, and one that comes waits.
+
+    Raises:
+        HalfLoadedModelError: If the last load into the model, or into a part of it, failed on the way.
+        ModelError: If this is called from within a load into it.
+    """
+    with using(model):
+        check_usable(model)
+        yield
 
 
 def check_usable(model: nn.Module) -> None:

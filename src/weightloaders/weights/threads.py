@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import mmap
 import sys
@@ -103,7 +104,7 @@ def next_of(queue: SimpleQueue[T], seconds: float | None = None) -> T:
 
 
 class Crew:
-    """Threads whose caller Ctrl-C may interrupt at any moment.
+    """Threads whose caller Ctrl-C may interrupt at any moment; they see its context variables as they are at the start.
 
     What `threading.Condition`, and with it `concurrent.futures`, has a caller wait with is a lock that is taken within
     Python code: interrupted behind that, the caller does not know that it has it, nobody gives it back, and the thread
@@ -127,7 +128,10 @@ class Crew:
         """
         for number in range(threads):
             thread = threading.Thread(
-                target=self._run, args=(work,), name=f"{self._name}_{number}", daemon=self._daemon
+                target=contextvars.copy_context().run,
+                args=(self._run, work),
+                name=f"{self._name}_{number}",
+                daemon=self._daemon,
             )
             # Before it runs, so that it is waited for also where Ctrl-C comes while it is started.
             self._threads.append(thread)

@@ -132,7 +132,10 @@ class TransformersEngine:
 
     def generate(self, requests: SequenceOf[Request], *, show_progress: bool = False) -> list[RequestOutput]:
         """Write text for each request. See `Engine.generate`."""
-        loading.check_usable(self.model)
+        with loading.usable(self.model):
+            return self._generate(requests, show_progress)
+
+    def _generate(self, requests: SequenceOf[Request], show_progress: bool) -> list[RequestOutput]:
         if not (hasattr(self.model, "can_generate") and self.model.can_generate()):
             raise ModelError(
                 f"a {type(self.model).__name__} does not write text",

@@ -1,0 +1,242 @@
+"""While a thread writes weights, others neither compute with them nor save them; and the other way round."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from weightloaders import LLM, SamplingParams, load_into, load_status, save_weights
+from weightloaders.errors import ModelError, WeightLoadersError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PATIENCE = 60
+# Long enough for what does not wait to be done.
+A_MOMENT = 0.3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one model."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        initializer_range=0.5,
+    )  # fmt: skip
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        folder = tmp_path_factory.mktemp(f"seed{seed}")
+        LlamaForCausalLM(config).save_pretrained(folder)
+        found.append(folder)
+    return found[0], found[1]
+
+
+def text(llm: LLM) -> list[int]:
+    return list(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids)
+
+
+@pytest.fixture
+def texts(folders: tuple[Path, Path]) -> tuple[list[int], list[int]]:
+    old, new = (text(LLM(folder, progress=False)) for folder in folders)
+    assert old != new
+    return old, new
+
+
+class Paused:
+    """Code that stops at its first call until it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        self.reached.set()
+        assert self.go.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def started(work: Callable[[], Any]) -> Iterator[tuple[threading.Thread, list[Any]]]:
+    """Work in a thread, and what it returned or raised."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except WeightLoadersError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield thread, results
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def reload_by_llm(llm: LLM, folder: Path, **options: Any) -> None:
+    llm.reload_weights(folder, **options)
+
+
+def reload_by_load_into(llm: LLM, folder: Path, **options: Any) -> None:
+    load_into(llm.model, folder, **options)
+
+
+def reload_a_part(llm: LLM, folder: Path, **options: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    load_into(llm.model.get_submodule("lm_head"), {"weight": tensors["lm_head.weight"]}, **options)
+
+
+@pytest.mark.parametrize("reload", [reload_by_llm, reload_by_load_into, reload_a_part])
+def test_a_load_waits_for_the_text_that_is_being_written(
+    folders: tuple[Path, Path], texts: tuple[list[int], list[int]], reload: Callable[..., None]
+) -> None:
+    llm = LLM(folders[0], progress=False)
+    head = llm.model.get_parameter("lm_head.weight")
+    before, paused = head.clone(), Paused()
+    handle = llm.model.register_forward_hook(paused)
+    with started(lambda: text(llm)) as (_, written):
+        assert paused.reached.wait(PATIENCE)
+        with started(lambda: reload(llm, folders[1], progress=False)) as (loading, _):
+            loading.join(A_MOMENT)
+            assert loading.is_alive()
+            assert torch.equal(head, before)
+            # It has its turn before those that come now, so that steady work can't keep it off.
+            with started(lambda: text(llm)) as (_, later):
+                paused.go.set()
+    handle.remove()
+    assert written == [texts[0]]
+    assert not torch.equal(head, before)
+    assert later == [text(llm)] != [texts[0]]
+    assert load_status(llm.model) == "loaded"
+
+
+def test_text_that_is_asked_for_during_a_load_is_written_with_the_new_weights(
+    folders: tuple[Path, Path], texts: tuple[list[int], list[int]]
+) -> None:
+    llm, paused = LLM(folders[0], progress=False), Paused()
+    with started(lambda: llm.reload_weights(folders[1], progress=paused)):
+        assert paused.reached.wait(PATIENCE)
+        with started(lambda: text(llm)) as (writing, written):
+            writing.join(A_MOMENT)
+            assert writing.is_alive()
+            paused.go.set()
+    assert written == [texts[1]]
+
+
+def test_a_model_is_saved_with_the_weights_from_before_or_after_a_load(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    llm, paused = LLM(folders[0], progress=False), Paused()
+    with started(lambda: llm.reload_weights(folders[1], progress=paused)):
+        assert paused.reached.wait(PATIENCE)
+        with started(lambda: save_weights(llm.model, tmp_path / "saved.safetensors")) as (saving, _):
+            saving.join(A_MOMENT)
+            assert saving.is_alive()
+            paused.go.set()
+    saved, expected = load_file(tmp_path / "saved.safetensors"), load_file(folders[1] / "model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in expected)
+
+
+def test_while_an_atomic_load_reads_text_is_written_with_the_old_weights(
+    folders: tuple[Path, Path], texts: tuple[list[int], list[int]]
+) -> None:
+    llm, paused = LLM(folders[0], progress=False), Paused()
+    with started(lambda: llm.reload_weights(folders[1], progress=paused, atomic=True)):
+        assert paused.reached.wait(PATIENCE)
+        assert text(llm) == texts[0]
+        paused.go.set()
+    assert text(llm) == texts[1]
+
+
+def test_many_threads_write_text_at_once(folders: tuple[Path, Path]) -> None:
+    llm, together = LLM(folders[0], progress=False), threading.Barrier(3, timeout=PATIENCE)
+    # Each passes only when the others write, too.
+    handle = llm.model.register_forward_hook(lambda *_: (together.wait(), None)[1])
+    with started(lambda: text(llm)) as (_, a), started(lambda: text(llm)) as (_, b):
+        c = text(llm)
+    handle.remove()
+    assert a == b == [c]
+
+
+def test_what_would_wait_for_itself_is_refused(
+    folders: tuple[Path, Path], texts: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    llm = LLM(folders[0], progress=False)
+    refused: list[str] = []
+
+    def attempt(what: Callable[[], object]) -> None:
+        with pytest.raises(ModelError) as error:
+            what()
+        refused.append(error.value.message)
+
+    handle = llm.model.register_forward_hook(lambda *_: attempt(lambda: llm.reload_weights(folders[1])))
+    assert text(llm) == texts[0]
+    handle.remove()
+    assert set(refused) == {"weights are loaded from within what uses the model, which would go on with others"}
+    refused.clear()
+
+    def progress(_: Any) -> None:
+        attempt(lambda: text(llm))
+        attempt(lambda: save_weights(llm.model, tmp_path / "saved"))
+
+    llm.reload_weights(folders[1], progress=progress, transfer={"threads": 1})
+    assert set(refused) == {"this model is used from within a load into it: some of its weights are old and some new"}
+    assert text(llm) == texts[1]
+    # Text within text is as good as any.
+    inner: list[list[int]] = []
+
+    def write_once(*_: Any) -> None:
+        handle.remove()
+        inner.append(text(llm))
+
+    handle = llm.model.register_forward_hook(write_once)
+    assert [text(llm)] == inner == [texts[1]]
+
+
+def test_ctrl_c_while_a_load_waits_leaves_nothing_behind(
+    folders: tuple[Path, Path], texts: tuple[list[int], list[int]]
+) -> None:
+    llm, paused = LLM(folders[0], progress=False), Paused()
+    handle = llm.model.register_forward_hook(paused)
+    with started(lambda: text(llm)) as (_, written):
+        assert paused.reached.wait(PATIENCE)
+        timer = threading.Timer(A_MOMENT, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.reload_weights(folders[1])
+        timer.join()
+        paused.go.set()
+    handle.remove()
+    assert written == [texts[0]] == [text(llm)]
+    llm.reload_weights(folders[1])
+    assert text(llm) == texts[1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(folders: tuple[Path, Path]) -> None:
+    model = torch.nn.Linear(2, 2)
+    paused = Paused()
+    weights = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    with started(lambda: load_into(model, weights, progress=paused)):
+        assert paused.reached.wait(PATIENCE)
+        child = os.fork()
+        if child == 0:
+            try:
+                load_into(model, weights, progress=False)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        _, status = os.waitpid(child, 0)
+        paused.go.set()
+    assert os.waitstatus_to_exitcode(status) == 0
