@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import shutil
 import tempfile
@@ -256,6 +257,8 @@ class Rules(Target):
 
     def __init__(self) -> None:
         super().__init__()
+        # torch does so when sizes do not fit: it makes code of text then, and looks for a folder to keep things in.
+        importlib.import_module("torch._dynamo")
         tensors = {f"{n}": torch.ones(2, 3) for n in ("q", "k", "v", "x.0", "x.1", "e.0", "e.1")}
         self.fixed = {"model.safetensors": safetensors.torch.save(tensors | {"t": torch.zeros(3, 2)} | sound_tensors())}
 

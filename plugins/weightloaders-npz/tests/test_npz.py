@@ -304,6 +304,16 @@ def test_a_header_longer_than_any_of_an_array_of_numbers_is_refused(tmp_path, co
     assert "none of numbers" in refused.value.hint
 
 
+@pytest.mark.parametrize("header", ['{"a":' * 200 + "descr': '|O', }", "[" * 190 + "0" + "]" * 190, "(" * 250])
+def test_a_header_of_brackets_within_brackets_is_refused_with_the_reason(tmp_path, header):
+    archive(tmp_path / "model.npz", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n")
+    reasons = "has a header that is nested too deeply|has no header that can be understood: .+"
+    with pytest.raises(CheckpointFormatError, match=reasons) as refused:
+        load(tmp_path / "model.npz")
+    # Python's parser says so of the first one, and no memory was lacking.
+    assert not isinstance(refused.value.__cause__, MemoryError)
+
+
 class Far(RemoteSource):
     """A file far away, which counts the requests that it gets."""
 

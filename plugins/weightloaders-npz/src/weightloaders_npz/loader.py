@@ -165,6 +165,13 @@ def _header(member: Record, begin: bytes, where: dict[str, str]) -> tuple[tuple[
         return (*read_header(file), file.tell())
     except CheckpointFormatError:
         raise
+    except MemoryError:
+        # What Python's parser says of brackets within brackets; numpy itself reads headers of few bytes alone.
+        raise CheckpointFormatError(
+            f"array {where['tensor']!r} in {where['file']} has a header that is nested too deeply",
+            **where,
+            hint="the file is damaged, or made to do harm",
+        ) from None
     except Exception as error:  # a header that is none makes numpy raise all kinds
         raise CheckpointFormatError(
             f"array {where['tensor']!r} in {where['file']} has no header that can be understood: {error}",
