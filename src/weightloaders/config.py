@@ -74,7 +74,7 @@ class LLMConfig(Checked):
         verify: Additional checks: ``sha256``, ``finite``, ``record``, ``{sha256: <a list of checksums>}``, or a list of
             several of these.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
-        transfer: How bytes are moved: the name of a mode, or fields of `TransferOptions`.
+        transfer: How bytes are moved: the name of a mode, or fields of `TransferOptions`. Default: the engine's own.
         max_num_seqs: How many sequences are generated at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Fields of `SamplingParams`, used where `generate` is given none.
@@ -99,7 +99,7 @@ class LLMConfig(Checked):
     progress: bool | None = None
     verify: Check | list[Check | _ListOf] | _ListOf | None = None
     automatic: bool = True
-    transfer: str | dict[str, Any] = "direct"
+    transfer: str | dict[str, Any] | None = None
     max_num_seqs: Annotated[int, Field(ge=1)] = 32
     max_model_len: Annotated[int, Field(ge=1)] | None = None
     sampling_params: dict[str, Any] | None = None
@@ -107,9 +107,10 @@ class LLMConfig(Checked):
 
     @field_validator("transfer")
     @classmethod
-    def _check_transfer(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+    def _check_transfer(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
         try:
-            TransferOptions.of(value)
+            if value is not None:
+                TransferOptions.of(value)
         except ConfigError as error:
             # The field's own name is said by whoever complains.
             raise ValueError(error.message.removeprefix("transfer: ")) from None

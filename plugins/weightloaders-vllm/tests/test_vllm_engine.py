@@ -86,7 +86,8 @@ def test_the_facade_hands_over_to_vllm_and_reloads(smollm2, expected):
     assert [answer.outputs[0].token_ids for answer in answers] == tokens
     assert [type(answer) for answer in answers] == [weightloaders.RequestOutput] * 2
     assert llm.load_report.loader == "local"
-    assert llm.load_report.bytes_read > 200_000_000
+    # Mapped, which is the plugin's default.
+    assert llm.load_report.bytes_read == 0
 
     with pytest.raises(PlanError, match="nothing was changed"):
         llm.reload_weights(str(tiny_checkpoint(PREPARED / "vllm-tiny", seed=0)))

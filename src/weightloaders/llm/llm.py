@@ -63,7 +63,8 @@ class LLM:
         verify: Additional checks, one or several: ``"sha256"``, ``"finite"``, ``"record"``; see `load_into`. The config
             and the tokenizer are held against their checksums, too, before they are used.
         automatic: Whether names may be matched without being asked, by wrappers and well-known prefixes.
-        transfer: How bytes are moved: the name of a mode, or `TransferOptions`; see `load_into`.
+        transfer: How bytes are moved: the name of a mode, or `TransferOptions`; see `load_into`. Default: the engine's
+            own, which is ``"direct"`` for ``"transformers"`` and ``"mmap"`` for ``"vllm"``.
         max_num_seqs: How many sequences are written at once.
         max_model_len: Longest prompt plus output, in tokens. Default: what the model's config says.
         sampling_params: Used where `generate` is given none. Default: what the model's generation config says.
@@ -95,7 +96,7 @@ class LLM:
         progress: bool | Callable[[Any], object] | None = None,
         verify: VerifyOption | None = None,
         automatic: bool = True,
-        transfer: TransferOption = "direct",
+        transfer: TransferOption | None = None,
         max_num_seqs: int = 32,
         max_model_len: int | None = None,
         sampling_params: SamplingParams | None = None,
@@ -135,7 +136,7 @@ class LLM:
             dtype=dtype,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            load_options={**self._load_options, "device": device, "device_map": device_map},
+            load_options={**_passed_on(self._load_options), "device": device, "device_map": device_map},
             **self._loader,
             **model_kwargs,
         )
@@ -305,7 +306,7 @@ class LLM:
         odd = sorted(load_options.keys() - self._load_options.keys())
         if odd:
             raise ConfigError(f"reload_weights: {unknown(odd[0], self._load_options)}")
-        options = {**self._load_options, **load_options, **({"atomic": True} if atomic else {})}
+        options = _passed_on({**self._load_options, **load_options, **({"atomic": True} if atomic else {})})
         if source is not None and not isinstance(source, str | Path):
             return self._engine.reload_weights(source, **options)
         if source is None:
@@ -324,6 +325,11 @@ class LLM:
         report = self._engine.reload_weights(source, **loader, **options)
         self._source, self._loader = source, loader
         return report
+
+
+def _passed_on(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without ``transfer`` where nothing was said: each engine has a default of its own."""
+    return {name: value for name, value in options.items() if name != "transfer" or value is not None}
 
 
 def _check(name: str, value: object, kind: Any, said: str) -> None:
