@@ -311,7 +311,7 @@ def test_a_header_of_brackets_within_brackets_is_refused_with_the_reason(tmp_pat
     with pytest.raises(CheckpointFormatError, match=reasons) as refused:
         load(tmp_path / "model.npz")
     # Python's parser says so of the first one, and no memory was lacking.
-    assert not isinstance(refused.value.__cause__, MemoryError)
+    assert not isinstance(refused.value.__context__, MemoryError)
 
 
 class Far(RemoteSource):
