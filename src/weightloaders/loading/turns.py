@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_PAUSE = 0.005
+_PAUSE = 0.02
 
 # Held for a few steps, to take a turn. It is not waited with, as Ctrl-C would leave a `threading.Condition` locked;
 # and a turn is given back without it, as Ctrl-C may come while it is waited for.
