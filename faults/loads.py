@@ -94,7 +94,8 @@ class Loads:
 
     def __init__(self, shim: Shim, root: Path, store: Path) -> None:
         self._shim, self._root, self._store = shim, root, store
-        self._kept: set[str] = set()
+        self._kept_descriptors: set[tuple[str, str]] = set()
+        self._kept_mappings: set[str] = set()
         self._old, new = values(1), values(2)
         self._calls = functools.cache(self._count)
         jobs.STRAIGHT_CHUNK = _CHUNK
@@ -224,14 +225,13 @@ class Loads:
     def _check_left(self, fault: Fault) -> None:
         gc.collect()
         threads = [t.name for t in threading.enumerate() if t.name.startswith("weightloaders")]
-        links = {int(file.name): _link(file) for file in Path("/proc/self/fd").iterdir()}
-        descriptors = {number: to for number, to in links.items() if to.startswith(str(self._root))}
+        links = {(file.name, _link(file)) for file in Path("/proc/self/fd").iterdir()}
+        descriptors = {(number, to) for number, to in links if to.startswith(str(self._root))}
         mappings = {line for line in Path("/proc/self/maps").read_text().splitlines() if str(self._root) in line}
-        # What one left is not held against the next.
-        mappings -= self._kept
-        self._kept |= mappings
-        for number in descriptors:
-            os.close(number)
+        # What one left is not held against the next. It stays as it is: it may still be known, and used again.
+        descriptors, mappings = descriptors - self._kept_descriptors, mappings - self._kept_mappings
+        self._kept_descriptors |= descriptors
+        self._kept_mappings |= mappings
         # Python may raise KeyboardInterrupt between the call that opens a file and the name that it is to get.
         most = 1 if fault.action is Action.INTERRUPT else 0
         if threads or len(descriptors) + len(mappings) > most:

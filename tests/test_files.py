@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from weightloaders.errors import (
     CheckpointFormatError,
     DuplicateTensorError,
     IncompleteCheckpointError,
+    SourceError,
     SourceNotFoundError,
     UnsafeCheckpointError,
     WeightLoadersError,
@@ -154,6 +156,57 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
     touch(tmp_path, "good.safetensors")
     os.mkfifo(tmp_path / "pipe.safetensors")
     assert select_files(tmp_path).skipped == {"pipe.safetensors": "is not a regular file"}
+
+
+# Those of packages by their classes, so that they need not be what is offered by name.
+NPZ, GGUF, DCP = "weightloaders_npz:NpzLoader", "weightloaders_gguf:GgufLoader", "weightloaders_dcp:DcpLoader"
+SHARDED, META = "weightloaders_dcp:ShardedStateLoader", "weightloaders_meta:MetaLoader"
+TENSORIZER = "weightloaders_engines:TensorizerLoader"
+
+
+@pytest.mark.parametrize(
+    ("loader", "file"), [("local", "model.safetensors"), ("binary", "model.bin"), (NPZ, "m.npz"), (GGUF, "m.gguf")]
+)
+def test_a_file_that_can_not_be_looked_at_is_named_with_the_cause_and_not_taken_for_absent(
+    tmp_path: Path, loader: str, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ":" in loader:
+        pytest.importorskip(loader.partition(":")[0])
+    touch(tmp_path, file, "meta.txt")
+    usual = Path.stat
+
+    # What a failing disk does, or a network's file system that lost its server; there is none here.
+    def failing(path: Path, **options: Any) -> os.stat_result:
+        if path.name == file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(Path, "stat", failing)
+    for place in (tmp_path, tmp_path / file):
+        with pytest.raises(SourceError, match=os.strerror(errno.EIO)) as raised:
+            open_weights(place, loader)
+        assert file in message_of(raised)
+
+
+@pytest.mark.parametrize("loader", ["local", "binary", "auto", NPZ, GGUF, DCP, SHARDED, META, TENSORIZER])
+def test_a_folder_that_can_not_be_looked_at_is_named_with_the_cause(
+    tmp_path: Path, loader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ":" in loader:
+        pytest.importorskip(loader.partition(":")[0])
+    usual = os.stat
+    folder = tmp_path / "model"
+    folder.mkdir()
+
+    def failing(path: Any, **options: Any) -> os.stat_result:
+        if str(path) == str(folder):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    with pytest.raises(SourceError, match=os.strerror(errno.ESTALE)) as raised:
+        open_weights(folder, loader)
+    assert str(folder) in message_of(raised)
 
 
 def test_sub_folders_are_left_alone(tmp_path: Path) -> None:

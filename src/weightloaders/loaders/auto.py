@@ -21,6 +21,7 @@ from weightloaders.loaders.base import NOT_ASKED, BaseWeightLoader, Probe
 from weightloaders.loaders.options import LoaderFactory, create_loader
 from weightloaders.weights.discretion import shown
 from weightloaders.weights.file_names import ADAPTER_FILE, ADAPTER_HINT, reader_of, suffix_of
+from weightloaders.weights.folder import A_FOLDER, NOT_THERE, kind_of
 from weightloaders.weights.http import is_web_address
 
 if TYPE_CHECKING:
@@ -165,8 +166,8 @@ def _probe(loader: LoaderFactory, method: str, *asked: object) -> Probe:
 def _nobody(
     path: str, reasons: Mapping[str, str], troubled: Collection[str]
 ) -> SourceNotFoundError | CheckpointFormatError:
-    # These two answer False for what can't be asked at all, where pathlib raises.
-    is_file, exists = os.path.isfile(path), os.path.exists(path)  # noqa: PTH110, PTH113
+    kind = kind_of(Path(path))
+    exists = kind != NOT_THERE
     hint, details = _way_out([path.partition("://")[0], path, *_names_in(path)], reasons), _details(reasons)
     if shown(path) != path:
         # Some say it as the path that it would be.
@@ -175,9 +176,9 @@ def _nobody(
     if is_web_address(path):
         path = shown(path)
         return SourceNotFoundError(f"no loader recognises the address {path}:{details}", file=path, hint=hint)
-    if is_file:
+    if kind is None:
         return CheckpointFormatError(f"no loader recognises {path}:{details}", file=path, hint=hint)
-    what = "no loader recognises what is in it"
+    what = "no loader recognises what is in it" if kind == A_FOLDER else f"it {kind}"
     if not exists:
         what = f"there is no such file or folder{_nearest(path)}"
     if not exists and "://" not in path:
@@ -187,7 +188,7 @@ def _nobody(
         details = _details({name: reasons[name] for name in troubled}) + f"\n  asked in vain: {others}" * bool(others)
         if hint == _NO_WAY:
             hint = "check the path; the working directory is " + os.getcwd()  # noqa: PTH109 -- a text is wanted
-    if os.path.isfile(os.path.join(path, ADAPTER_FILE)):  # noqa: PTH113, PTH118 -- as above
+    if kind == A_FOLDER and kind_of(Path(path) / ADAPTER_FILE) is None:
         what = "it holds an adapter (LoRA or the like), which is no model by itself"
         hint = ADAPTER_HINT
     return SourceNotFoundError(f"no weights found at {shown(path)}: {what}{details}", file=shown(path), hint=hint)

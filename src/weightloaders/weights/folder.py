@@ -108,11 +108,12 @@ class FolderListing:
         try:
             for path in self.folder.iterdir():
                 kind = kind_of(path)
-                # A link that leads nowhere counts as the file it should be, so that its absence is noticed.
-                if kind in (None, _DEAD_LINK):
-                    names.add(path.name)
-                else:
+                if kind in (A_FOLDER, _IRREGULAR):
                     odd[path.name] = kind
+                else:
+                    # What can't be looked at, or leads nowhere, counts as the file it should be: whoever wants it is
+                    # told why it can't be read, and not that there is none.
+                    names.add(path.name)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise SourceNotFoundError(f"there is no folder {self.folder}", file=self.folder) from error
         except OSError as error:
@@ -171,6 +172,7 @@ class FolderListing:
 _DEAD_LINK = "is a link that leads nowhere"
 NOT_THERE = "is not there"
 A_FOLDER = "is a folder, not a file"
+_IRREGULAR = "is not a regular file"
 
 
 def kind_of(path: Path) -> str | None:
@@ -185,7 +187,7 @@ def kind_of(path: Path) -> str | None:
         return f"can't be looked at ({getattr(error, 'strerror', None) or error})"
     if stat.S_ISDIR(mode):
         return A_FOLDER
-    return None if stat.S_ISREG(mode) else "is not a regular file"
+    return None if stat.S_ISREG(mode) else _IRREGULAR
 
 
 def real_path(path: Path) -> Path:

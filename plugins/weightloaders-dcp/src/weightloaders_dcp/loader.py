@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import weightloaders as wl
-from weightloaders.errors import OptionsError, SourceNotFoundError
+from weightloaders.errors import OptionsError, SourceError
 from weightloaders_dcp.names import METADATA, SUFFIX, is_of_dcp, is_shard
 
 if TYPE_CHECKING:
@@ -66,12 +64,13 @@ class DcpLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is such a folder, or a file of one."""
-        place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-        if os.path.isdir(place):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-            return cls.probe_listing(wl.FolderListing(place))
-        if os.path.isfile(place):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
-            return cls.probe_listing(wl.FolderListing(place.parent), place.name)
-        return wl.Probe.no("there is no such folder")
+        from weightloaders.weights.files import listed
+        from weightloaders.weights.folder import path_of
+
+        try:
+            return cls.probe_listing(*listed(path_of(path)))
+        except SourceError as error:
+            return wl.Probe.no(error.message)
 
     @classmethod
     def probe_listing(cls, listing: Listing, name: str = "") -> wl.Probe:
@@ -91,9 +90,8 @@ class DcpLoader(wl.BaseWeightLoader):
 
 
 def _listing(place: str) -> wl.FolderListing:
-    path = Path(os.path.expanduser(place))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-    if os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-        return wl.FolderListing(path)
-    if os.path.isfile(path):  # noqa: PTH113 -- `Path.is_file` fails for a name that is too long
-        return wl.FolderListing(path.parent)
-    raise SourceNotFoundError(f"there is no folder {path}", file=path)
+    from weightloaders.weights.files import listed
+    from weightloaders.weights.folder import path_of
+
+    # Any file means its folder.
+    return listed(path_of(place))[0]

@@ -6,13 +6,17 @@ tensors have the names and the layout of vLLM's own models, cut for a rank, and 
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import weightloaders as wl
-from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, OptionsError, SourceNotFoundError
+from weightloaders.errors import (
+    AmbiguousSourceError,
+    IncompleteCheckpointError,
+    OptionsError,
+    SourceError,
+    SourceNotFoundError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,10 +72,14 @@ class ShardedStateLoader(wl.BaseWeightLoader):
             DuplicateTensorError: If a tensor is in two parts, or differs between ranks where it should be the same.
             CheckpointFormatError: If slices don't fit each other, or a file is damaged.
         """
-        path = Path(os.path.expanduser(model_name_or_path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-        if not os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-            raise SourceNotFoundError(f"there is no folder {path}", file=path, hint="give the folder that vLLM wrote")
-        return self.get_listed_weights(wl.FolderListing(path))
+        from weightloaders.weights.files import listed
+        from weightloaders.weights.folder import path_of
+
+        path = path_of(model_name_or_path)
+        listing, name = listed(path)
+        if name:
+            raise SourceNotFoundError(f"{path} is no folder", file=path, hint="give the folder that vLLM wrote")
+        return self.get_listed_weights(listing)
 
     def get_listed_weights(self, listing: Listing, name: str = "") -> wl.Weights:  # noqa: ARG002 -- any file means its folder
         """The same of files wherever they lie."""
@@ -105,8 +113,14 @@ class ShardedStateLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a folder with such files."""
-        place = Path(os.path.expanduser(path))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-        return cls.probe_listing(wl.FolderListing(place)) if os.path.isdir(place) else wl.Probe.no("no folder")  # noqa: PTH112
+        from weightloaders.weights.files import listed
+        from weightloaders.weights.folder import path_of
+
+        try:
+            listing, name = listed(path_of(path))
+        except SourceError as error:
+            return wl.Probe.no(error.message)
+        return wl.Probe.no("no folder") if name else cls.probe_listing(listing)
 
     @classmethod
     def probe_listing(cls, listing: Listing, name: str = "") -> wl.Probe:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 # Its names are resolved on first use.
@@ -130,9 +128,10 @@ class TensorizerLoader(wl.BaseWeightLoader):
 
 def _listed(name: str) -> tuple[wl.Listing, str]:
     """The folder that is meant, and the file in it if that was named."""
-    path = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-    is_folder = os.path.isdir(path)  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-    return (wl.FolderListing(path), "") if is_folder else (wl.FolderListing(path.parent), path.name)
+    from weightloaders.weights.files import listed
+    from weightloaders.weights.folder import path_of
+
+    return listed(path_of(name))
 
 
 def _find(listing: wl.Listing, name: str, pattern: str) -> wl.ByteSource:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from weightloaders import FolderListing
 from weightloaders.errors import AmbiguousSourceError, IncompleteCheckpointError, SourceNotFoundError
+from weightloaders.weights.files import listed
+from weightloaders.weights.folder import path_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -66,28 +67,17 @@ def place_of(text: str) -> Place:
     Raises:
         SourceNotFoundError: If there is no such file or folder.
     """
-    path = _path(text)
-    head, colon, tag = text.rpartition(":")
-    # `Path.exists` and its like fail for a name that is too long.
-    if colon and tag and not os.path.exists(path) and os.path.isdir(folder := _path(head or ".")):  # noqa: PTH110, PTH112
-        return Place(FolderListing(folder), tag=tag)
-    if os.path.isdir(path):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-        return Place(FolderListing(path))
-    if colon and tag and not os.path.exists(path) and os.path.isfile(file := _path(head)):  # noqa: PTH110, PTH113
-        return Place(FolderListing(file.parent), file.name, tag)
-    listing = FolderListing(path.parent)
-    problems = listing.problems([path.name])
-    if problems:
-        raise SourceNotFoundError(
-            f"{path} {problems[path.name]}",
-            file=path,
-            hint="give a .gguf file, the folder of one, or folder:Q4_K_M; files on the hub have to be downloaded first",
+    try:
+        return Place(*listed(path_of(text)))
+    except SourceNotFoundError as error:
+        head, colon, tag = text.rpartition(":")
+        if colon and tag:
+            with contextlib.suppress(SourceNotFoundError):
+                return Place(*listed(path_of(head or ".")), tag)
+        error.hint = (
+            "give a .gguf file, the folder of one, or folder:Q4_K_M; files on the hub have to be downloaded first"
         )
-    return Place(listing, path.name)
-
-
-def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # noqa: PTH111 -- `Path.expanduser` fails where there is no such home
+        raise
 
 
 def choose(listing: Listing, name: str = "", tag: str = "", file_pattern: str | None = None) -> Files:

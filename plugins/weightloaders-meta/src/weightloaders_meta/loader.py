@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 # Its names are resolved on first use.
@@ -15,6 +13,7 @@ from weightloaders.weights.file_names import PARAMS_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
+    from pathlib import Path
 
     from weightloaders import Listing
 
@@ -128,10 +127,14 @@ class MetaLoader(wl.BaseWeightLoader):
 
 
 def _folder(name: str) -> wl.FolderListing:
-    folder = Path(os.path.expanduser(name))  # noqa: PTH111 -- `Path.expanduser` fails for unknown users
-    if not os.path.isdir(folder):  # noqa: PTH112 -- `Path.is_dir` fails for a name that is too long
-        raise SourceNotFoundError(f"there is no folder {folder}", file=folder, hint=_A_FOLDER)
-    return wl.FolderListing(folder)
+    from weightloaders.weights.files import listed
+    from weightloaders.weights.folder import path_of
+
+    listing, file = listed(path_of(name))
+    if file:
+        where = f"{listing.where}/{file}"
+        raise SourceNotFoundError(f"{where} is no folder", file=where, hint=_A_FOLDER)
+    return listing
 
 
 def _check_params(listing: Listing, name: str) -> None:
