@@ -407,7 +407,7 @@ def test_a_folder_without_metadata_says_so(sharded, tmp_path):
     with pytest.raises(SourceNotFoundError, match=r"lacks \.metadata") as refused:
         load(sharded)
     assert "interrupted" in refused.value.hint
-    with pytest.raises(SourceNotFoundError, match="no folder"):
+    with pytest.raises(SourceNotFoundError, match="nowhere is not there"):
         load(tmp_path / "nowhere")
 
 

@@ -177,7 +177,7 @@ def test_options_that_mean_nothing_are_refused(folder, options, registry):
 def test_a_rank_that_is_not_there_is_named(folder, tmp_path):
     with pytest.raises(SourceNotFoundError, match="no file of rank 7"):
         load(folder, rank=7)
-    with pytest.raises(SourceNotFoundError, match="no folder"):
+    with pytest.raises(SourceNotFoundError, match="nowhere is not there"):
         load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceNotFoundError, match="holds no model-rank"):

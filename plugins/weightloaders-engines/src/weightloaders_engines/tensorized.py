@@ -111,7 +111,10 @@ class TensorizerLoader(wl.BaseWeightLoader):
     @classmethod
     def probe(cls, path: str) -> wl.Probe:
         """Whether it is a ``.tensors`` file, or a folder with just one."""
-        return cls.probe_listing(*_listed(path))
+        try:
+            return cls.probe_listing(*_listed(path))
+        except SourceError as error:
+            return wl.Probe.no(error.message)
 
     @classmethod
     def probe_listing(cls, listing: wl.Listing, name: str = "") -> wl.Probe:
