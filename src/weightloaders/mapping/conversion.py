@@ -129,6 +129,11 @@ class Convert:
             ) from error
         if self.is_layout:
             for name, value in self.sizes.items():
+                if name not in known:
+                    raise RuleError(
+                        f"{self}: {name} is a tensor of {self.function_name}, and not one of its sizes",
+                        hint=f"name it among the sources; it is {self.function_name}{signature}",
+                    )
                 _check_size(f"{self}: {name}={value!r}", value, str(known[name].annotation))
 
     @property
