@@ -703,7 +703,7 @@ def test_a_function_that_returns_something_else_is_an_error(function: Any, messa
         (lambda: Convert("a.{i}", ["b.{i}", "c"], lambda a: (a, a)), "several groups would fill it"),
         (lambda: Convert(["a", "b"], "c", "transpose"), "can't be called with 2 tensors"),
         (lambda: Convert("a", "c", "transpose", dim=1), "can't be called with 1 tensors and dim"),
-        (lambda: Convert(["a", "b"], "c", "fuse_qkv", k=["d"]), "k is a tensor of fuse_qkv, and not one of its sizes"),
+        (lambda: Convert(["a", "b"], "c", "fuse_qkv", v=["d"]), "v is a tensor of fuse_qkv, and not one of its sizes"),
         (lambda: Convert("a", "c", "pad_rows", rows="10"), "rows='10' is no whole number"),
         (lambda: Convert("a", "c", lambda a, *, n: a), "missing a required"),
     ],
