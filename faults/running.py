@@ -60,6 +60,8 @@ def run(executions: int, seed: int, only: str | None, patience: float) -> int:
         root.mkdir()
         shim = Shim(root)
         logging.disable(logging.WARNING)
+        # What a shell starts in the background ignores Ctrl-C, and so would all that is to be interrupted.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         kinds = {"loads": Loads(shim, root, store), "saves": Saves(shim, root, store)}
         # Or each execution looks through all that the libraries have made.
         gc.collect()
