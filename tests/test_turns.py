@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weightloaders import LLM, SamplingParams, load_into, load_status, save_weights
+from weightloaders import LLM, BaseWeightLoader, SamplingParams, hookimpl, hooks, load_into, load_status, save_weights
 from weightloaders.errors import ModelError, WeightLoadersError
+from weightloaders.loading import turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -233,10 +235,130 @@ def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(folders: tuple
         child = os.fork()
         if child == 0:
             try:
-                load_into(model, weights, progress=False)
-                os._exit(0)
+                # What the other thread would have gone on with is half of it.
+                if load_status(model) == "failed":
+                    load_into(model, weights, progress=False)
+                    os._exit(0)
             finally:
                 os._exit(1)
         _, status = os.waitpid(child, 0)
         paused.go.set()
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="there are no signals of one's own")
+def test_a_signals_handler_that_saves_is_refused_while_its_thread_waits_to_load(
+    folders: tuple[Path, Path], texts: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    """As what saves a model that is about to be preempted."""
+    llm, paused = LLM(folders[0], progress=False), Paused()
+    handle = llm.model.register_forward_hook(paused)
+    refused: list[ModelError] = []
+
+    def save(*_: Any) -> None:
+        try:
+            save_weights(llm.model, tmp_path / "saved.safetensors")
+        except ModelError as error:
+            refused.append(error)
+        paused.go.set()
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        with started(lambda: text(llm)) as (_, written):
+            assert paused.reached.wait(PATIENCE)
+            timer = threading.Timer(A_MOMENT, signal.raise_signal, [signal.SIGUSR1])
+            timer.start()
+            llm.reload_weights(folders[1], progress=False)
+            timer.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    handle.remove()
+    assert written == [texts[0]]
+    assert len(refused) == 1
+    assert text(llm) == texts[1]
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers of the process")
+def test_a_signals_handler_may_save_at_any_moment(tmp_path: Path) -> None:
+    """Also at one in which its own thread is taking a turn."""
+    model, calls = torch.nn.Linear(2, 2), 0
+
+    def save(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        with contextlib.suppress(WeightLoadersError):
+            save_weights(model, tmp_path / "by_handler.safetensors")
+        # Once more, but not within itself.
+        signal.setitimer(signal.ITIMER_REAL, 0.0005)
+
+    before = signal.signal(signal.SIGALRM, save)
+    signal.setitimer(signal.ITIMER_REAL, 0.0005)
+    try:
+        with started(lambda: [load_into(model, model.state_dict(), progress=False) for _ in range(50)]):
+            for _ in range(2000):
+                with turns.using(model):
+                    pass
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert calls
+    assert not turns._using
+    assert not turns._writing
+
+
+def test_a_module_that_has_parameters_of_the_model_waits_as_well() -> None:
+    model, sibling = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    sibling.weight = model.weight
+    paused = Paused()
+    weights = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    with started(lambda: load_into(model, weights, progress=paused)):
+        assert paused.reached.wait(PATIENCE)
+        with started(lambda: sibling_in_use(sibling)) as (using, _):
+            using.join(A_MOMENT)
+            assert using.is_alive()
+            paused.go.set()
+
+
+def sibling_in_use(sibling: torch.nn.Module) -> None:
+    with turns.using(sibling):
+        pass
+
+
+class Saving:
+    """A plugin that keeps a copy of a model before each load and after it."""
+
+    def __init__(self, model: torch.nn.Module, folder: Path) -> None:
+        self.model, self.folder, self.saved = model, folder, []
+
+    @hookimpl
+    def before_load(self, plan: Any) -> None:
+        self.saved.append(save_weights(self.model, self.folder / f"{len(self.saved)}.safetensors")[0])
+
+    @hookimpl
+    def after_load(self, report: Any) -> None:
+        self.saved.append(save_weights(self.model, self.folder / f"{len(self.saved)}.safetensors")[0])
+
+
+class Own(BaseWeightLoader):
+    """Calls the default way from within its own, so that hooks are told of a load within a load."""
+
+    def get_weights(self, model_name_or_path: str) -> Any:
+        return {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+
+    def load_weights(self, model: torch.nn.Module, weights: Any) -> Any:
+        return super().load_weights(model, weights)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_hooks_before_and_after_a_load_may_save_the_model(tmp_path: Path, inner: bool) -> None:
+    model = torch.nn.Linear(2, 2)
+    old = model.weight.detach().clone()
+    source: Any = tmp_path if inner else {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    with hooks.isolated():
+        hooks.load_plugins()
+        plugin = Saving(model, tmp_path)
+        hooks._state.manager.register(plugin, "saving")
+        load_into(model, source, loader=Own if inner else "auto", progress=False)
+    weights = [load_file(path)["weight"] for path in plugin.saved]
+    assert all(torch.equal(weight, old) for weight in weights[:-1])
+    assert bool((weights[-1] == 1).all())

@@ -300,7 +300,7 @@ def before_load(plan: LoadPlan) -> None:
     _muted.clear()
     for impl in _implementations("before_load"):
         planned = _steps(plan)
-        with _naming(impl):
+        with _naming(impl), _asking():
             _call(impl, plan=plan)
             if _steps(plan) != planned:
                 raise PlanError(
@@ -324,8 +324,27 @@ def on_progress(event: ProgressEvent) -> None:
 def after_load(report: LoadReport) -> None:
     """Show a report to the plugins. What they raise is logged."""
     _muted.clear()
-    for impl in _implementations("after_load"):
-        _succeeds(impl, report=report)
+    with _asking():
+        for impl in _implementations("after_load"):
+            _succeeds(impl, report=report)
+
+
+_is_asking: ContextVar[bool] = ContextVar("weightloaders_is_asking", default=False)
+
+
+def is_before_or_after_load() -> bool:
+    """Whether this code is a plugin's, called before or after a load, be it part of another load."""
+    return _is_asking.get()
+
+
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
+    before = _is_asking.get()
+    _is_asking.set(True)
+    try:
+        yield
+    finally:
+        _is_asking.set(before)
 
 
 @contextlib.contextmanager

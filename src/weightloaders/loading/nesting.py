@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from weightloaders.transfer.coverage import Coverage
 
 _watches: ContextVar[tuple[tuple[nn.Module, Coverage], ...]] = ContextVar("weightloaders_watches", default=())
-_loading: MutableMapping[nn.Module, bool] = WeakIdKeyDictionary()
-_lock = threading.Lock()
+_loading: MutableMapping[nn.Module, object] = WeakIdKeyDictionary()
+_lock = threading.RLock()
 
 
 def _forget_loads() -> None:
     # In a forked child: the threads that were loading are not there, and the lock may be held by one of them.
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _loading.clear()
 
 
@@ -76,15 +76,17 @@ def alone(model: nn.Module) -> Iterator[None]:
     if is_nested(model):
         yield
         return
-    with _lock:
-        if model in _loading:
-            raise LoadError(
-                "a load of this model is running, and a second one at the same time would mix their values",
-                hint="wait until the first one has ended, or load into another copy of the model",
-            )
-        _loading[model] = True
+    own = object()
     try:
+        # Within the block, as Ctrl-C may come behind any step.
+        with _lock:
+            if model in _loading:
+                raise LoadError(
+                    "a load of this model is running, and a second one at the same time would mix their values",
+                    hint="wait until the first one has ended, or load into another copy of the model",
+                )
+            _loading[model] = own
         yield
     finally:
-        with _lock:
+        if _loading.get(model) is own:
             _loading.pop(model, None)

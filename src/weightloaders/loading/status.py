@@ -6,13 +6,14 @@ A model that a failed load left half-loaded is not used or saved.
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weightloaders.errors import HalfLoadedModelError, LoadError, WeightLoadersError
-from weightloaders.loading.turns import using, writing
+from weightloaders.loading.turns import forget_turns, using, writing
 from weightloaders.plan import listed
 from weightloaders.targets import modules_of
 
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 _FAILED = "_weightloaders_failed"
 # By identity, and held weakly: it must neither keep a model alive nor depend on how it compares.
 _loaded: MutableMapping[nn.Module, Origin | None] = WeakIdKeyDictionary()
+
+
+def _after_fork() -> None:
+    for model in forget_turns():
+        for _, module in modules_of(model):
+            vars(module)[_FAILED] = "another thread was loading it when this process was forked", ()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(slots=True)
