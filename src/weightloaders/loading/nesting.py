@@ -8,19 +8,18 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from torch.utils.weak import WeakIdKeyDictionary
-
 from weightloaders.errors import LoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, MutableMapping
+    from collections.abc import Iterator
 
     from torch import nn
 
     from weightloaders.transfer.coverage import Coverage
 
 _watches: ContextVar[tuple[tuple[nn.Module, Coverage], ...]] = ContextVar("weightloaders_watches", default=())
-_loading: MutableMapping[nn.Module, object] = WeakIdKeyDictionary()
+# A load -> the model that it is of.
+_loading: dict[object, nn.Module] = {}
 _lock = threading.RLock()
 
 
@@ -78,15 +77,14 @@ def alone(model: nn.Module) -> Iterator[None]:
         return
     own = object()
     try:
-        # Within the block, as Ctrl-C may come behind any step.
+        # Within the block, and taken away in one step, as Ctrl-C may come behind any.
         with _lock:
-            if model in _loading:
+            if any(other is model for other in list(_loading.values())):
                 raise LoadError(
                     "a load of this model is running, and a second one at the same time would mix their values",
                     hint="wait until the first one has ended, or load into another copy of the model",
                 )
-            _loading[model] = own
+            _loading[own] = model
         yield
     finally:
-        if _loading.get(model) is own:
-            _loading.pop(model, None)
+        _loading.pop(own, None)
