@@ -6,6 +6,7 @@ import _thread
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -362,3 +363,31 @@ def test_hooks_before_and_after_a_load_may_save_the_model(tmp_path: Path, inner:
     weights = [load_file(path)["weight"] for path in plugin.saved]
     assert all(torch.equal(weight, old) for weight in weights[:-1])
     assert bool((weights[-1] == 1).all())
+
+
+_INTERRUPTED = """
+import os, random, signal, torch
+from weightloaders import load_into
+from weightloaders.errors import LoadError
+model, weights = torch.nn.Linear(2, 2), {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+random.seed(0)
+for _ in range(3000):
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + random.random() * 0.0012)
+            load_into(model, weights, progress=False)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        pass
+load_into(model, weights, progress=False)
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no timers of the process")
+def test_ctrl_c_at_any_step_of_a_load_does_not_keep_the_next_one_off() -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.stdout == "done\n", done.stderr[-2000:]
