@@ -1,4 +1,4 @@
-"""Who uses a model, and who writes its weights: each waits for the other. `alone` keeps two loads apart."""
+"""Who uses a model, and who writes its weights: each waits for the other. `nesting.alone` keeps loads apart."""
 
 from __future__ import annotations
 
